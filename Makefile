@@ -10,7 +10,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # $(call need,PROGRAM,WHAT,PACKAGE): tools that not every machine has; their tests are in a folder of their own.
 need = @command -v $(1) >/dev/null || { echo "not tested: $(2); $(1) is missing (Debian: apt-get install $(3))" >&2; exit 3; }
 
-.PHONY: help setup demo test test-quick test-long test-promises gpu-test compose-test browser-test lint bench chaos proto lock clean
+.PHONY: help setup demo test test-quick test-long test-promises gpu-test compose-test slurm-test browser-test lint bench chaos proto lock clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ test-promises: setup ## Break what the project promises, one by one, and see tha
 
 compose-test: setup ## docker-compose.yml with a Docker engine: build, run, scale, kill (Error 3: no engine, not tested)
 	$(BIN)/python -m tests.compose
+
+slurm-test: setup ## Slurm with two nodes: train, two jobs on one node, lost nodes, time limit (Error 3: not root, not tested)
+	$(BIN)/python -m tests.slurm $(SCENARIOS)
 
 browser-test: setup ## The HTTP APIs against pages of other sites (Error 3: no Chromium, not tested)
 	$(call need,chromium,pages of other sites,chromium)

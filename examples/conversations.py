@@ -1,4 +1,4 @@
-"""What both conversation examples share: a small model that is taught to talk, and the call of `gspo run` on it.
+"""What `guess`, `calculator` and `long` share: a small model that is taught to talk, and the call of `gspo run` on it.
 
 Not part of the package, and no reinforcement learning. Each example says in its cold_start.py what its teacher says,
 and which prompts there are. A teacher's conversation is made of the very tokens that a generator would make of it.
@@ -6,7 +6,6 @@ and which prompts there are. A teacher's conversation is made of the very tokens
 
 import hashlib
 import json
-import math
 import os
 import random
 import shutil
@@ -14,12 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
+
+# small_model.py is beside this file.
+sys.path.append(str(Path(__file__).resolve().parent))
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -35,6 +38,11 @@ CHAT_TEMPLATE = (
 IGNORE = -100
 MARKER = "cold_start.json"
 STEPS_HELP = "Steps of supervised training; the lesson's by default, and fewer for a trial"
+# Options of every cold_start.py.
+Folder = Annotated[Path, typer.Argument(help="Folder to make: model/ and prompts")]
+Seed = Annotated[int, typer.Option(min=0, help="Lessons, initial weights, order")]
+Steps = Annotated[int | None, typer.Option(min=1, help=STEPS_HELP)]
+Experts = Annotated[int, typer.Option(min=0, help="Experts of a layer, two a token; 0 is a dense model")]
 
 
 @dataclass(frozen=True)
@@ -47,24 +55,45 @@ class Talk:
 
 
 @dataclass(frozen=True)
+class LessonPart:
+    """A part of a lesson.
+
+    Attributes:
+        talk: Draws a conversation.
+        batch_size: Conversations in a step.
+        share: Of the lesson's steps.
+    """
+
+    talk: Callable[[random.Random], Talk]
+    batch_size: int = 64
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
 class Lesson:
     """What an example teaches, and how long.
 
     Attributes:
         words: Texts that become one token each; every other byte is a token.
-        talk: Draws a conversation.
+        parts: One after the other.
         tools: Descriptions that the chat template gets.
         role: Of an observation that is text.
+        num_steps: Of supervised training.
+        sizes: Keyword arguments of small_model.Sizes.
     """
 
     words: Sequence[str]
-    talk: Callable[[random.Random], Talk]
+    parts: Sequence[LessonPart]
     tools: Sequence[dict[str, Any]] = ()
     role: str = "user"
     num_steps: int = 300
-    batch_size: int = 64
     learning_rate: float = 0.01
-    max_length: int = 512
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+    def part(self, step: int) -> LessonPart:
+        """The part of a step, counted from 1."""
+        ends = accumulate(part.share * self.num_steps for part in self.parts)
+        return next((part for part, end in zip(self.parts, ends, strict=True) if step <= end), self.parts[-1])
 
 
 def build_tokenizer(words: Sequence[str]) -> Any:
@@ -130,11 +159,11 @@ class Spelling:
 
 
 def teach(folder: Path, lesson: Lesson, seed: int, threads: int = 2) -> dict[str, Any]:
-    """Train a small Qwen3 on the teacher's conversations and save it to `folder`/model; facts about it."""
+    """Train a small model on the teacher's conversations and save it to `folder`/model; facts about it."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin at a barrier take a shared core for nothing
     import torch
+    from small_model import Sizes, build_model, build_optimizers, predict, update
     from torch.nn.functional import cross_entropy
-    from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(threads)
@@ -142,45 +171,17 @@ def teach(folder: Path, lesson: Lesson, seed: int, threads: int = 2) -> dict[str
     disable_progress_bar()
     draw, tokenizer = random.Random(seed), build_tokenizer(lesson.words)
     spelling = Spelling(tokenizer, lesson)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=lesson.max_length,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
-    known = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in known]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=lesson.learning_rate, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    peak, loss = [optimizer.param_groups[0]["lr"] for optimizer in optimizers], None
+    model = build_model(tokenizer, Sizes(**lesson.sizes))
+    optimizers, loss = build_optimizers(model, lesson.learning_rate), None
     for step in range(1, lesson.num_steps + 1):
-        rows = [spelling.encode(lesson.talk(draw)) for _ in range(lesson.batch_size)]
+        part = lesson.part(step)
+        rows = [spelling.encode(part.talk(draw)) for _ in range(part.batch_size)]
         width = max(len(tokens) for tokens, _ in rows)
         token_BT = torch.tensor([tokens + [tokenizer.pad_token_id] * (width - len(tokens)) for tokens, _ in rows])
         label_BT = torch.tensor([labels + [IGNORE] * (width - len(labels)) for _, labels in rows])
-        logits = model(input_ids=token_BT, use_cache=False).logits[:, :-1]
-        loss = cross_entropy(logits.flatten(0, 1), label_BT[:, 1:].flatten(), ignore_index=IGNORE)
-        cosine = 0.5 * (1 + math.cos(math.pi * step / lesson.num_steps))
-        for optimizer, rate in zip(optimizers, peak, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, step / 10) * (0.1 + 0.9 * cosine)
-            optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
+        logits, imbalance = predict(model, token_BT)
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), label_BT[:, 1:].flatten(), ignore_index=IGNORE)
+        update(model, optimizers, loss + imbalance, step, lesson.num_steps)
         if step % 50 == 0:
             print(f"cold start: step {step} of {lesson.num_steps}, loss {loss.item():.3f}", flush=True)
     model.save_pretrained(folder / "model")
@@ -199,7 +200,7 @@ def cold_start(
     files: dict[str, Sequence[dict[str, Any]]],
     seed: int,
     sources: Sequence[Path],
-    num_steps: int | None = None,
+    keys: dict[str, dict[str, Any]] | None = None,
 ) -> None:
     """Make `folder` with model and prompts, unless these very sources made it before.
 
@@ -207,11 +208,12 @@ def cold_start(
 
     Args:
         files: Records by the name of the file that they go to.
-        sources: Files that decide the result, beside this one.
-        num_steps: Instead of the lesson's.
+        sources: Files that decide the result, beside these shared ones.
+        keys: Of the run's configuration, by section, where they follow from the lesson.
     """
-    lesson = replace(lesson, num_steps=num_steps or lesson.num_steps)
-    made_of = _digest(f"{seed} {lesson.num_steps}", (Path(__file__), *sources))
+    folder, here = folder.resolve(), Path(__file__).resolve()
+    arguments = f"{seed} {lesson.num_steps} {lesson.sizes} {files}"
+    made_of = _digest(arguments, (here, here.with_name("small_model.py"), *sources))
     if _made_of(folder) == made_of:
         print(f"{folder}: up to date")
         return
@@ -225,7 +227,7 @@ def cold_start(
         write_jsonl(fresh / name, records)
     began = time.monotonic()
     facts = teach(fresh, lesson, seed)
-    facts |= {"seed": seed, "seconds": round(time.monotonic() - began, 1), "made_of": made_of}
+    facts |= {"seed": seed, "seconds": round(time.monotonic() - began, 1), "made_of": made_of, "keys": keys or {}}
     (fresh / MARKER).write_text(json.dumps(facts) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
@@ -245,33 +247,16 @@ def _made_of(folder: Path) -> str | None:
         return None
 
 
-def cold_start_command(make: Callable[[Path, int, int | None], Any], meaning: str) -> None:
-    """The command `python cold_start.py FOLDER` of an example.
-
-    Args:
-        make: Makes model and prompts in a folder, from a seed, in so many steps or the lesson's.
-        meaning: What --help says it does.
-    """
-
-    def main(
-        folder: Annotated[Path, typer.Argument(help="Folder to make: model/ and prompts")],
-        seed: Annotated[int, typer.Option(min=0, help="Lessons, initial weights, order")] = 0,
-        steps: Annotated[int | None, typer.Option(min=1, help=STEPS_HELP)] = None,
-    ) -> None:
-        make(folder.resolve(), seed, steps)
-
-    main.__doc__ = meaning
-    typer.run(main)
-
-
 def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None) -> int:
     """`gspo run` on the example's configuration and this cold start; its exit code."""
     config = yaml.safe_load((here / "config.yaml").read_text(encoding="utf-8"))
     config["name"] = f"{here.name}-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     config["seed"] = seed
     config["run"]["directory"] = str(runs)
-    if "path" in config["environment"]:
+    if "path" in config.get("environment", {}):
         config["environment"]["path"] = str(here / config["environment"]["path"])
+    for section, keys in json.loads((folder / MARKER).read_text(encoding="utf-8"))["keys"].items():
+        config[section] |= keys
     if steps is not None:
         config["run"]["total_steps"] = steps
     path = folder / "config.yaml"
@@ -279,27 +264,31 @@ def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None) -> i
     return subprocess.run([sys.executable, "-m", "gspo.cli", "run", path], check=False, cwd=ROOT).returncode
 
 
-def demo(example: Path, make: Callable[[Path, int, int | None], Any], meaning: str) -> None:
+def demo(example: Path, meaning: str) -> None:
     """The command of an example: its cold start, then `gspo run` on it. Ends the process with that run's exit code.
 
     Args:
-        example: Its folder, with config.yaml.
-        make: Makes model and prompts in a folder, from a seed, in so many steps or the lesson's.
+        example: Its folder, with cold_start.py and config.yaml.
         meaning: What --help says it does.
     """
 
     def main(
+        context: typer.Context,
         seed: Annotated[
             int, typer.Option(min=0, help="Everything that is drawn: lessons, weights, order, samples")
         ] = 0,
         steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; config.yaml's by default")] = None,
         runs: Annotated[Path, typer.Option(help="Folder for the run directory")] = ROOT / "runs",
         cache: Annotated[Path, typer.Option(help="Folder for cold starts")] = ROOT / ".cache" / example.name,
-        cold_start_steps: Annotated[int | None, typer.Option(min=1, help=STEPS_HELP)] = None,
+        cold_start_steps: Steps = None,
     ) -> None:
-        folder = (cache / f"seed-{seed}").resolve()
-        make(folder, seed, cold_start_steps)
-        raise typer.Exit(run(example, folder, runs.resolve(), seed, steps))
+        folder = (cache / "-".join([f"seed-{seed}", *(word.lstrip("-") for word in context.args)])).resolve()
+        options = ["--seed", str(seed), *context.args]
+        options += ["--steps", str(cold_start_steps)] if cold_start_steps else []
+        done = subprocess.run([sys.executable, example / "cold_start.py", folder, *options], check=False)
+        raise typer.Exit(done.returncode or run(example, folder, runs.resolve(), seed, steps))
 
-    main.__doc__ = meaning
-    typer.run(main)
+    main.__doc__ = f"{meaning} Further options, such as --experts 16, are those of cold_start.py."
+    app = typer.Typer(add_completion=False)
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(main)
+    app()

@@ -13,7 +13,7 @@ from gspo_core.shapes import at_least_float32, check_matrix, check_rows, check_v
 
 NORM_EPS = 1e-6
 WHITEN_EPS = 1e-8
-REWARD_NORMS = ("group", "batch", "running", None)
+REWARD_NORMS = ("group", "batch", "running", "leave_one_out", None)
 
 
 @dataclass
@@ -60,12 +60,13 @@ def normalize_rewards(
     """(r - mean) / (std + 1e-6) over the reward's group, the batch, or all rewards so far; then the clip.
 
     `rewards_B` and `group_B` are [B]; group ids are integers in any order. std is unbiased. `reward_norm`:
-    "group", "batch", "running" (updates `moments` in place first, then uses them) or None (rewards as they are).
+    "group", "batch", "running" (updates `moments` in place first, then uses them), "leave_one_out" (only subtracts
+    the mean of the other rewards in the group: RLOO, arXiv 2402.14740, eq. 7) or None (rewards as they are).
     `reward_shift` only subtracts the mean, `reward_scale` only divides by std + 1e-6. One value alone, or zero
     spread (maximum equals minimum), gives 0. `reward_clip` clamps the result to +-reward_clip.
     Returns [B] in float32 (float64 if the rewards are).
-    ValueError: shapes, an unknown norm, shift with scale, either without a norm, running without moments,
-    a reward that is not finite (a failed score is to be left out, it is never a number).
+    ValueError: shapes, an unknown norm, shift with scale, either without a norm or with leave_one_out, running
+    without moments, a reward that is not finite (a failed score is to be left out, it is never a number).
     """
     check_vector(rewards_B=rewards_B, group_B=group_B)
     _check_reward_options(reward_norm, reward_shift, reward_scale, reward_clip, moments)
@@ -75,7 +76,8 @@ def normalize_rewards(
     if reward_norm is not None:
         mean_B, std_B, spread_B = _mean_std_spread(r_B, group_B, reward_norm, moments)
         centred_B = r_B if reward_scale else r_B - mean_B
-        scaled_B = centred_B if reward_shift else centred_B / (std_B + NORM_EPS)
+        is_scaled = not reward_shift and reward_norm != "leave_one_out"
+        scaled_B = centred_B / (std_B + NORM_EPS) if is_scaled else centred_B
         r_B = torch.where(spread_B, scaled_B, 0.0)
     if reward_clip is not None:
         r_B = r_B.clamp(-reward_clip, reward_clip)
@@ -150,11 +152,13 @@ def _check_reward_options(
     moments: RunningMoments | None,
 ) -> None:
     if reward_norm not in REWARD_NORMS:
-        raise ValueError(f"reward_norm is {reward_norm!r}; it must be 'group', 'batch', 'running' or None")
+        raise ValueError(f"reward_norm is {reward_norm!r}; it must be one of {REWARD_NORMS}")
     if reward_shift and reward_scale:
         raise ValueError("reward_shift and reward_scale are both true; leave both false to do both")
     if reward_norm is None and (reward_shift or reward_scale):
         raise ValueError("reward_shift or reward_scale is true and reward_norm None; choose a reward_norm")
+    if reward_norm == "leave_one_out" and (reward_shift or reward_scale):
+        raise ValueError("reward_shift or reward_scale is true and reward_norm 'leave_one_out', which only shifts")
     if reward_norm == "running" and moments is None:
         raise ValueError("reward_norm is 'running' and moments None; pass the run's RunningMoments")
     _check_bound("reward_clip", reward_clip)
@@ -168,7 +172,10 @@ def _check_bound(name: str, bound: float | None) -> None:
 def _mean_std_spread(
     r_B: Tensor, group_B: Tensor, reward_norm: str, moments: RunningMoments | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, unbiased std and whether there is spread, each [B], of the population each reward belongs to."""
+    """Mean, unbiased std and whether there is spread, each [B], of the population each reward belongs to.
+
+    Under leave_one_out the mean is that of the other n - 1 rewards: mean - (r - mean) / (n - 1).
+    """
     if reward_norm == "running" and moments is not None:
         moments.update(r_B)
         spread_B = torch.full_like(r_B, moments.std).bool()
@@ -179,7 +186,10 @@ def _mean_std_spread(
     sum_G = torch.zeros_like(count_G, dtype=r_B.dtype)
     mean_B = (sum_G.index_add(0, index_B, r_B) / count_G)[index_B]
     square_G = sum_G.index_add(0, index_B, (r_B - mean_B).square())
-    std_G = (square_G / (count_G - 1).clamp(min=1)).sqrt()
+    others_G = (count_G - 1).clamp(min=1)
+    if reward_norm == "leave_one_out":
+        mean_B = mean_B - (r_B - mean_B) / others_G[index_B]
+    std_G = (square_G / others_G).sqrt()
     return mean_B, std_G[index_B], _has_spread(r_B, index_B, len(count_G))[index_B]
 
 

@@ -12,7 +12,7 @@ from gspo_core.loss import LOG_RATIO_LIMIT, sequence_log_ratio
 from gspo_core.shapes import at_least_float32, check_matrix
 from gspo_core.stats import Stats, mean_stats, moment_stats
 
-BEHAVIOR_LEVELS = ("sequence", "token")
+BEHAVIOR_LEVELS = ("sequence", "token", "product")
 
 
 def behavior_weights(
@@ -28,6 +28,8 @@ def behavior_weights(
 
         sequence  w_it = exp(sum_t m_it (old_it - behavior_it) / L_i), one for all tokens of a sequence
         token     w_it = exp(old_it - behavior_it)
+
+    `product` is exp(sum_t m_it (old_it - behavior_it)), the exact weight of a sequence, for all of its tokens.
 
         none      w = 1, every token kept
         truncate  w clamped to the bounds, every token kept
@@ -74,9 +76,11 @@ def _weights(old_logp_BT: Tensor, behavior_logp_BT: Tensor, mask_BT: Tensor, beh
     old_BT, behavior_BT = old_logp_BT.detach(), behavior_logp_BT.detach()
     if behavior_level == "sequence":
         log_w_BT = sequence_log_ratio(old_BT, behavior_BT, mask_BT)[:, None].expand_as(old_BT)
-    elif behavior_level == "token":
+    elif behavior_level in ("token", "product"):
         dtype = at_least_float32(old_BT, behavior_BT)
         log_w_BT = torch.where(mask_BT.bool(), old_BT.to(dtype) - behavior_BT.to(dtype), 0.0)
+        if behavior_level == "product":
+            log_w_BT = log_w_BT.sum(-1, keepdim=True).expand_as(old_BT)
     else:
         raise ValueError(f"behavior_level is {behavior_level!r}; it must be one of {', '.join(BEHAVIOR_LEVELS)}")
     return torch.exp(log_w_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))

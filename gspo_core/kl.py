@@ -20,6 +20,7 @@ def kl_divergence(logp_BT: Tensor, ref_logp_BT: Tensor, kind: str = "k3") -> Ten
         k2 = d^2 / 2                   biased, never negative
         k3 = exp(d) - d - 1            unbiased, never negative; clamped to +-10, no gradient beyond
 
+    In the mean over the policy's own tokens, the gradient of k2 in logp is that of the KL: its slope is k1.
     Source: J. Schulman, "Approximating KL Divergence" (2020).
     Both inputs [B, T]; returns [B, T] in float32 (float64 if an input is). Differentiable in both.
     ValueError: shapes that differ, unknown kind.

@@ -31,9 +31,11 @@ def token_logprobs(
     `hidden_BTD` is [..., D] with any leading dimensions and `target_BT` has those: [B, T, D] and [B, T], or only
     the rows that count, [N, D] and [N]. `hidden` at position t must be the state that predicts target t.
     Returns two tensors shaped like `target_BT`, in float32 (float64 if an input is), also under autocast.
-    Both are exact and differentiable, once, in hidden and weight. At most chunk_size x V logits and
-    probabilities are held at a time, forward or backward: the backward pass makes them again.
-    bf16 inputs are multiplied in float32, for which one float32 copy of the weight is held during each pass.
+    Both are exact and differentiable, once, in hidden and weight. Memory holds at most chunk_size x V logits and
+    probabilities at a time, forward or backward: the backward pass makes them again.
+
+    Under bf16 hidden states, weight and gradient of the logits are rounded to bf16 as factors, and products still add
+    up in float32. A weight of another dtype is copied for each pass.
     ValueError: shapes, a target outside the vocabulary, temperature or chunk_size not above 0.
     """
     _check(hidden_BTD, weight_VD, target_BT, temperature, chunk_size)
@@ -57,11 +59,11 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float, chunk_size: int
     ) -> tuple[Tensor, Tensor]:
-        dtype = at_least_float32(hidden_ND, weight_VD)
-        logp_N = hidden_ND.new_empty(len(hidden_ND), dtype=dtype)
+        products = _Products(hidden_ND, weight_VD, temperature)
+        logp_N = hidden_ND.new_empty(len(hidden_ND), dtype=products.dtype)
         entropy_N = torch.empty_like(logp_N)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for _, _, _, blocks in _chunks(hidden_ND, weight_VD.to(dtype), temperature, chunk_size):
+            for _, _, _, blocks in _chunks(hidden_ND, products, chunk_size):
                 for rows, z_SV, logp_SV in blocks:
                     logp_N[rows] = logp_SV.gather(1, target_N[rows, None])[:, 0]
                     p_SV = torch.exp(logp_SV, out=z_SV)
@@ -76,19 +78,20 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, g_N: Tensor | None, e_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, target_N, entropy_N = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        weight = weight_VD.to(entropy_N.dtype)
+        products = _Products(hidden_ND, weight_VD, ctx.temperature)
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-        grad_weight_VD = torch.zeros_like(weight) if wants_weight else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=products.dtype) if wants_weight else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            for chunk, h_RD, dz_RV, blocks in _chunks(hidden_ND, weight, ctx.temperature, ctx.chunk_size):
+            for chunk, h_RD, dz_RV, blocks in _chunks(hidden_ND, products, ctx.chunk_size):
                 for rows, z_SV, logp_SV in blocks:
                     g_S1 = None if g_N is None else g_N[rows, None]
                     e_S1 = None if e_N is None else e_N[rows, None]
                     _replace_by_gradient(z_SV, logp_SV, target_N[rows, None], entropy_N[rows, None], g_S1, e_S1)
+                factor_RV = products.rounded(dz_RV)
                 if grad_hidden_ND is not None:
-                    grad_hidden_ND[chunk] = (dz_RV @ weight / ctx.temperature).to(hidden_ND.dtype)
+                    grad_hidden_ND[chunk] = products.put(dz_RV.new_empty(h_RD.shape), factor_RV, products.weight_VD)
                 if grad_weight_VD is not None:
-                    grad_weight_VD.addmm_(dz_RV.T, h_RD)
+                    products.put(grad_weight_VD, factor_RV.T, h_RD, beta=1)
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight, None, None, None
 
@@ -106,25 +109,54 @@ def _replace_by_gradient(
         p_SV.scatter_add_(1, target_S1, g_S1)
 
 
+class _Products:
+    """The matrix products of one pass, divided by the temperature.
+
+    Attributes:
+        dtype: Of sums, log-probs and entropies.
+        weight_VD: The output weight as a factor.
+    """
+
+    def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, temperature: float) -> None:
+        self.dtype, self._scale = at_least_float32(hidden_ND, weight_VD), 1 / temperature
+        is_low = hidden_ND.dtype == torch.bfloat16 and self.dtype == torch.float32
+        self._precision = torch.bfloat16 if is_low else self.dtype
+        # Only a GPU multiplies bf16 and adds up in float32. In float32 the products of bf16 numbers are exact.
+        self._stored = self._precision if hidden_ND.is_cuda else self.dtype
+        self.weight_VD = self.rounded(weight_VD)
+
+    def rounded(self, tensor: Tensor) -> Tensor:
+        """A tensor as a factor of a product."""
+        return tensor.to(self._precision).to(self._stored)
+
+    def put(self, out: Tensor, a: Tensor, b: Tensor, *, beta: int = 0) -> Tensor:
+        """Set `out` to beta out + a b / temperature, a and b as factors; returns it."""
+        if a.dtype == out.dtype:
+            return torch.addmm(out, a, b, beta=beta, alpha=self._scale, out=out)
+        return torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=self._scale, out=out)
+
+
 Block = tuple[slice, Tensor, Tensor]
 
 
 def _chunks(
-    hidden_ND: Tensor, weight_VD: Tensor, temperature: float, chunk_size: int
+    hidden_ND: Tensor, products: _Products, chunk_size: int
 ) -> Iterator[tuple[slice, Tensor, Tensor, Iterator[Block]]]:
-    """Yield (rows, hidden / temperature, logits, blocks), the logits in a buffer that the next turn reuses.
+    """Yield (rows, their states as a factor, logits, blocks), the logits in a buffer that the next turn reuses.
 
     Half of chunk_size is enough rows for a fast product, and leaves memory for the log-probs of a block. One buffer,
     made once, also spares the CPU the page faults of fresh memory in every turn.
     """
-    num_rows, vocabulary = len(hidden_ND), len(weight_VD)
+    num_rows, vocabulary = len(hidden_ND), len(products.weight_VD)
     step = min(max(1, chunk_size // 2), max(1, num_rows))
-    z_buffer = weight_VD.new_empty(step, vocabulary)
-    logp_buffer = weight_VD.new_empty(min(step, max(1, BLOCK_NUMBERS // vocabulary)), vocabulary)
+    z_buffer = hidden_ND.new_empty(step, vocabulary, dtype=products.dtype)
+    # A GPU has no such cache, and its time goes into starting kernels where blocks are small.
+    rows_at_a_time = step // 2 if hidden_ND.is_cuda else BLOCK_NUMBERS // vocabulary
+    logp_buffer = torch.empty_like(z_buffer[: max(1, rows_at_a_time)])
     for start in range(0, num_rows, step):
         rows = slice(start, min(start + step, num_rows))
-        h_RD = hidden_ND[rows].to(weight_VD.dtype) / temperature
-        z_RV = torch.mm(h_RD, weight_VD.T, out=z_buffer[: len(h_RD)])
+        h_RD = products.rounded(hidden_ND[rows])
+        z_RV = products.put(z_buffer[: len(h_RD)], h_RD, products.weight_VD.T)
         yield rows, h_RD, z_RV, _blocks(start, z_RV, logp_buffer)
 
 

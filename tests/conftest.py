@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return WHOLE_RUN[0] if file in WHOLE_RUN else file
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_linear() -> Iterator[None]:
+    """DeepSpeed replaces torch's `linear` for good where it spreads weights; the next module gets torch's own."""
+    yield
+    if "torch" in sys.modules:
+        import torch
+
+        torch.nn.functional.linear = torch._C._nn.linear
 
 
 def free_port() -> int:

@@ -114,8 +114,8 @@ def observed_run(config: Path, module: str = "", environment: Mapping[str, str] 
         yield ObservedRun(process, run_dir, output, began)
 
 
-def finished_run(config: Path, timeout_s: float = START_S + STEP_S + END_S) -> ObservedRun:
-    """Run this configuration to its end."""
-    with observed_run(config) as run:
+def finished_run(config: Path, timeout_s: float = START_S + STEP_S + END_S, **program: Any) -> ObservedRun:
+    """Run this configuration to its end; `program` are further arguments of observed_run."""
+    with observed_run(config, **program) as run:
         run.wait_for_end(timeout_s)
     return run

@@ -17,7 +17,6 @@ from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
 from gspo.learner.training.trainer_api import configured_hyperparameters
 
-_LONGEST = 256
 _KV_CACHE_BYTES = 1 << 28
 
 
@@ -31,7 +30,7 @@ def learner_experts(run_dir: str, step: int, before: str, after: str) -> dict[st
     """
     run = Path(run_dir)
     config = read_config(run / "config.yaml")
-    config = config.model_copy(update={"generation": config.generation.model_copy(update={"dtype": "float32"})})
+    config = config.with_keys(generation={"dtype": "float32"})
     rows = StepLog(run / "log").read(step)
     trainer = Trainer(config, model_folder(config.model))
     trainer.load(run / "checkpoints" / f"step-{step - 1:06d}")
@@ -76,7 +75,7 @@ def engine_experts(model: str, dtype: str, inputs: list[list[int]], starts: list
         dtype=dtype,
         enforce_eager=True,
         distributed_executor_backend=IN_PROCESS_EXECUTOR,
-        max_model_len=_LONGEST,
+        max_model_len=max(map(len, inputs)) + 1,
         enable_prefix_caching=False,
         max_num_seqs=1,  # one answer after the other, each in one forward
         kv_cache_memory_bytes=_KV_CACHE_BYTES,

@@ -17,7 +17,7 @@ from benchmarks.harness.page import write_below
 from benchmarks.harness.plots import panels
 from benchmarks.harness.section import Record
 from benchmarks.harness.tables import table
-from benchmarks.moe.comparison_run import ALGORITHMS
+from benchmarks.moe.comparison_run import COMPARED
 from gspo.cli.report.panels import BLUE, ORANGE
 
 NAME = "moe"
@@ -70,7 +70,7 @@ def _render(runs: Sequence[Record]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     seeds = ", ".join(map(str, sorted({run["seed"] for run in runs})))
     figures = pd.DataFrame([_figures(run) for run in runs]).groupby("algorithm").agg(["mean", "min", "max"])
-    shares = [figures.loc[algorithm, ("mean_clipped_tokens", "mean")] for algorithm in ALGORITHMS]
+    shares = [figures.loc[algorithm, ("mean_clipped_tokens", "mean")] for algorithm in COMPARED]
     ratio = f"{shares[0] / shares[1]:,.0f}" if shares[1] else "no token of the second was clipped"
     measured = (
         f"Measured until {time.strftime('%Y-%m-%d', time.gmtime(newest))} on {machine['processor']}, "
@@ -107,7 +107,7 @@ def _table(figures: pd.DataFrame, rows: Sequence[Row]) -> str:
         mean, least, most = (format(figures.loc[algorithm, (name, key)], style) for key in ("mean", "min", "max"))
         return f"{mean} ({least} to {most})"
 
-    columns = ((a.upper(), [cell(a, name, style) for _, name, style in rows], "") for a in ALGORITHMS)
+    columns = ((a.upper(), [cell(a, name, style) for _, name, style in rows], "") for a in COMPARED)
     return table(("", [label for label, _, _ in rows], ""), *columns)
 
 
@@ -116,7 +116,7 @@ def _draw(runs: Sequence[Record], path: Path) -> None:
     question = "What the ratio's kind does to a mixture of experts"
     with panels(path, question, rows=2, columns=2, height=5.4, share_y=False) as axes:
         for axis, (title, lines, least) in zip(axes, _PANELS, strict=True):
-            for algorithm, colour in zip(ALGORITHMS, (BLUE, ORANGE), strict=True):
+            for algorithm, colour in zip(COMPARED, (BLUE, ORANGE), strict=True):
                 for name, line in lines.items():
                     style: dict[str, Any] = {"ax": axis, "color": colour, "linestyle": line, "legend": False}
                     series = [run["series"][name] for run in runs if run["algorithm"] == algorithm]

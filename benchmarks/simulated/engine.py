@@ -66,7 +66,7 @@ class SimulatedEngine:
     def __init__(
         self, settings: Settings, *, max_num_seqs: int, vocabulary: int, eos: int, key: int, version: int = 0
     ) -> None:
-        self.version, self._keys = version, {version: key}
+        self.version, self.is_asleep, self._keys = version, False, {version: key}
         self._settings, self._max_num_seqs, self._eos = settings, max_num_seqs, eos
         self._answers = Answers(vocabulary, settings.seed)
         self._running: dict[_Request, None] = {}
@@ -127,7 +127,19 @@ class SimulatedEngine:
         """
         return await asyncio.shield(asyncio.ensure_future(self._load(version, copies, on_update)))
 
-    async def stop(self, timeout_s: float = 10.0) -> None:
+    async def sleep(self, *, on_update: OnUpdate, timeout_s: float) -> None:
+        """Stand still until `wake`; requests in flight go on after it."""
+        async with self._loading:
+            self._advance()
+            self.is_asleep = True
+            self._serving.clear()
+
+    async def wake(self, version: int, copies: PolicyCopies, *, timeout_s: float) -> LoadTimes:
+        """Go on, under the staged copy."""
+        self.is_asleep = False
+        return await self.load(version, copies, on_update="recompute", timeout_s=timeout_s)
+
+    async def stop(self, timeout_s: float = 20.0) -> None:
         """End; requests in flight fail."""
         self._stopped = True
         self._decoding.cancel()

@@ -22,8 +22,11 @@ MODULES = {f"gspo.{name}": f"benchmarks.simulated.{name}" for name in ("generati
 
 
 def simulated(program: Program) -> Program:
-    """A service's program with the module that simulates it, where there is one."""
-    return replace(program, command=tuple(MODULES.get(word, word) for word in program.command))
+    """A service's program with the module that simulates it, where there is one.
+
+    Without -P: the modules of benchmarks are imported from the working directory.
+    """
+    return replace(program, command=tuple(MODULES.get(word, word) for word in program.command if word != "-P"))
 
 
 def main(change: Callable[[Program], Program] = simulated) -> None:

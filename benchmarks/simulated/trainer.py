@@ -27,7 +27,7 @@ from gspo.common.host.durable_write import fsync
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import StepBatch
 from gspo.learner.training.step_metrics import batch_metrics, row_metrics
-from gspo.learner.training.trainer_api import Hyperparameters, TrainResult
+from gspo.learner.training.trainer_api import Hyperparameters, TrainResult, WriteCheckpoint
 
 _STATE, _WEIGHTS, _EXPORTED = "caller.json", "weights.safetensors", "model.safetensors"
 # Far above the rounding of any inference dtype at weights of 0.02 and more.
@@ -51,6 +51,11 @@ class SimulatedTrainer:
         """There are no other ranks."""
         return False
 
+    @property
+    def cards(self) -> dict[str, float | None]:
+        """One, which computes nothing."""
+        return {"simulated": None}
+
     def train(
         self,
         step: int,
@@ -72,16 +77,18 @@ class SimulatedTrainer:
         time.sleep(max(0.0, self._settings.time_scale * wanted_s - (time.monotonic() - began)))
         return TrainResult(figures | {"loss": 0.0, "grad_norm": 0.0})
 
-    def policy(self) -> dict[str, Tensor]:
+    def policy(self, *, is_reused: bool = False) -> dict[str, Tensor]:
         """Copies of the weights in the generators' dtype."""
         return {name: torch.from_numpy(tensor.copy()).to(self._dtype) for name, tensor in self._weights.items()}
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write the weights and the caller's state."""
-        save_file(self._weights, folder / _WEIGHTS)
-        (folder / _STATE).write_text(json.dumps(dict(state)))
-        for file in folder.iterdir():
-            fsync(file)
+        _save(folder, self._weights, state)
+
+    def begin_save(self, folder: Path, state: Mapping[str, Any]) -> WriteCheckpoint:
+        """Copy the weights; the result writes them."""
+        copies = {name: tensor.copy() for name, tensor in self._weights.items()}
+        return lambda _: _save(folder, copies, state)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Continue from the files of `save`."""
@@ -98,11 +105,24 @@ class SimulatedTrainer:
         save_file({name: tensor.numpy() for name, tensor in self.policy().items()}, unfinished / _EXPORTED)
         unfinished.rename(folder)
 
+    def move_to_host(self) -> None:
+        """There is no device."""
+
+    def move_to_device(self) -> None:
+        """There is no device."""
+
     def rank_heartbeat(self) -> None:
         """There are no other ranks."""
 
     def close(self) -> None:
         """There is nothing to end."""
+
+
+def _save(folder: Path, weights: Mapping[str, NDArray[np.float32]], state: Mapping[str, Any]) -> None:
+    save_file(dict(weights), folder / _WEIGHTS)
+    (folder / _STATE).write_text(json.dumps(dict(state)))
+    for file in folder.iterdir():
+        fsync(file)
 
 
 def _weights_of(folder: Path) -> dict[str, NDArray[np.float32]]:

@@ -20,7 +20,8 @@ from typing import Any
 
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.processes.preflight import check_services
-from gspo.cli.rundir.plan import RunPlan, lock_run_dir, plan_run, prepare
+from gspo.cli.rundir.start import RunStart, lock_run_dir, new_start, prepare
+from gspo.cli.rundir.user_config import UserConfig, user_config
 from gspo.common.config.loading import (
     CONFIG_NAME,
     changed_keys,
@@ -72,30 +73,30 @@ def make_run(folder: Path, runs: Path, secrets: Path, redis_url: str | None, col
     """
     _check_writable(runs)
     base = _make_inputs(folder, runs / "inputs", cold_start) if (folder / COLD_START).is_file() else folder
-    config = container_config(base, runs, secrets, redis_url)
-    path = runs / f".{config.name}.yaml"
-    write_config(config, path)
-    plan = _plan(config, path)
+    start = _start_of(container_config(base, runs, secrets, redis_url))
+    path = runs / f".{start.config.name}.yaml"
+    write_config(start.config, path)
     asyncio.run(check_services(CHECKED_HERE, path))
-    with lock_run_dir(plan.run_dir):
-        for note in prepare(plan):
+    with lock_run_dir(start.run_dir):
+        for note in (*filter(None, [start.from_device]), *prepare(start)):
             sys.stdout.write(f"{note}\n")
-    _point(runs / CURRENT, plan.run_dir)
-    return plan.run_dir
+    _point(runs / CURRENT, start.run_dir)
+    return start.run_dir
 
 
-def _plan(config: Config, path: Path) -> RunPlan:
+def _start_of(user: UserConfig) -> RunStart:
     """A new run, or one to go on with; nothing of it is removed, for its services may be at work."""
-    there = config.run_dir / CONFIG_NAME
+    there = user.for_cpus.run_dir / CONFIG_NAME
     if not there.is_file():
-        return plan_run(path, resume=False)
+        return new_start(user)
     old = read_config(there)
+    config = user.for_run(old)
     check_resume(old, config)
     changes = tuple(f"{key.name}: {before} -> {after}" for key, before, after in changed_keys(old, config))
-    return RunPlan(config, config.run_dir, resume=True, changes=changes)
+    return RunStart(config, config.run_dir, resume=True, changes=changes)
 
 
-def container_config(folder: Path, runs: Path, secrets: Path, redis_url: str | None) -> Config:
+def container_config(folder: Path, runs: Path, secrets: Path, redis_url: str | None) -> UserConfig:
     """The user's configuration, with the places that the containers give it.
 
     Raises:
@@ -107,7 +108,7 @@ def container_config(folder: Path, runs: Path, secrets: Path, redis_url: str | N
     services = given.get("services") or {}
     hosts = [*HTTP_HOSTS, *(services.get("http_hosts") or ())]
     given["services"] = {**services, **files, "redis_url": redis_url, "http_hosts": hosts}
-    return parse_config(given, folder)
+    return user_config(given, folder)
 
 
 def _check_no_tls(services: object) -> None:
@@ -166,8 +167,9 @@ def _make_inputs(folder: Path, made: Path, options: Sequence[str]) -> Path:
 
 def _named_code(config: Config) -> Iterator[Path]:
     """Files and folders of the user's code, wherever they are."""
-    for section in (config.environment, *config.reward.functions):
-        yield from filter(None, (section.path, *section.reads))
+    for source in config.sources:
+        for _, code in source.code():
+            yield from filter(None, (code.path, *code.reads))
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,9 @@ import typer
 from problems import split_problems, write_jsonl
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+# small_model.py is in the folder above, or where PYTHONPATH says.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 MARKER = "cold_start.json"
 SOURCES = ("cold_start.py", "problems.py", "chat_tokenizer.py", "near_miss.py")
@@ -36,7 +40,8 @@ def fingerprint(seed: int, threads: int, experts: int, steps: int | None = None)
     parts = [f"seed={seed} threads={threads} experts={experts} python={sys.version_info[:2]}"]
     parts += [f"steps={steps}"] if steps else []
     parts += [f"{name}=={version(name)}" for name in ("torch", "transformers", "tokenizers")]
-    parts += [(here / name).read_text(encoding="utf-8") for name in SOURCES]
+    shared = getattr(find_spec("small_model"), "origin", None)
+    parts += [(here / name).read_text(encoding="utf-8") for name in (*SOURCES, shared or "small_model.py")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -81,7 +86,7 @@ def make(folder: Path, seed: int, threads: int, experts: int, steps: int | None 
     # Imported here so that a call with nothing to do need not wait seconds for torch.
     import torch
     from chat_tokenizer import build_tokenizer
-    from near_miss import OFFSETS, Schedule, build_model, encode, exact_probability, train
+    from near_miss import OFFSETS, Schedule, build_arithmetic_model, encode, exact_probability, train
     from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(threads)
@@ -90,7 +95,7 @@ def make(folder: Path, seed: int, threads: int, experts: int, steps: int | None 
     write_jsonl(folder / "prompts.jsonl", problems)
     write_jsonl(folder / "eval.jsonl", held_out)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, experts)
+    model = build_arithmetic_model(tokenizer, experts)
     schedule = Schedule(num_steps=steps) if steps else Schedule()
     with progress() as bar:
         task = bar.add_task("cold start", total=schedule.num_steps, exact=0.0)

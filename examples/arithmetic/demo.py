@@ -1,13 +1,15 @@
 """The whole system on one machine: a cold start, then reinforcement learning until the model can add.
 
 Not part of the package: it makes the files that a user would bring, and calls `gspo run` on them as a user would.
-cold_start.py makes model and problems, config.yaml says how they are trained, reward.py what an answer is worth.
+cold_start.py makes model and problems, config.yaml or roll.yaml says how they are trained, reward.py what an answer is
+worth.
 """
 
 import json
 import subprocess
 import sys
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +20,17 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
-def write_config(folder: Path, runs: Path, seed: int, steps: int | None) -> Path:
-    """The example's configuration, pointed at this cold start; returns its path."""
-    config = yaml.safe_load((HERE / "config.yaml").read_text(encoding="utf-8"))
-    config["name"] = f"arithmetic-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+class Configuration(StrEnum):
+    """The files beside this one."""
+
+    OWN = "config.yaml"
+    ROLL = "roll.yaml"
+
+
+def write_config(file: Path, folder: Path, runs: Path, seed: int, steps: int | None) -> Path:
+    """A configuration of the example, pointed at this cold start; returns its path."""
+    config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    config["name"] += f"-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     config["seed"] = seed
     config["reward"]["functions"][0]["path"] = str(HERE / "reward.py")
     config["run"]["directory"] = str(runs)
@@ -46,6 +55,7 @@ def main(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; config.yaml's by default")] = None,
     runs: Annotated[Path, typer.Option(help="Folder for the run directory")] = ROOT / "runs",
     cache: Annotated[Path, typer.Option(help="Folder for cold starts, made once a seed")] = ROOT / ".cache/arithmetic",
+    config: Annotated[Configuration, typer.Option(help="roll.yaml: ROLL's GSPO block")] = Configuration.OWN,
 ) -> None:
     """Make a small model that adds badly, train it by its rewards alone, and show what that gave."""
     folder = (cache / f"seed-{seed}").resolve()
@@ -54,7 +64,7 @@ def main(
     if done.returncode:
         raise typer.Exit(done.returncode)
     cold_start_s = time.monotonic() - began
-    path = write_config(folder, runs.resolve(), seed, steps)
+    path = write_config(HERE / config.value, folder, runs.resolve(), seed, steps)
     done = subprocess.run([sys.executable, "-m", "gspo.cli", "run", path], check=False)
     add_phase(runs.resolve(), path, cold_start_s)
     raise typer.Exit(done.returncode)

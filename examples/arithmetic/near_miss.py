@@ -4,30 +4,20 @@ Not reinforcement learning: it makes the policy that reinforcement learning star
 answers wrong but holds a latent skill. Called by cold_start.py; data from problems.py.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from chat_tokenizer import END
 from problems import EXACT_SHARE, MISSES, Problem, chat_prompt, near_miss
+from small_model import Sizes, build_model, build_optimizers, predict, update
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # Index 0 is the exact sum: a row of `encode` is found at problem * len(OFFSETS) + offset index.
 OFFSETS = (0, *MISSES)
 IGNORE = -100
-# Keeps a router from sending every token to the same experts; far below the answers' loss.
-BALANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -37,37 +27,15 @@ class Schedule:
     """
 
     batch_size: int = 64
-    matrix_learning_rate: float = 0.015  # Muon: a third of the steps that AdamW alone needs
-    other_learning_rate: float = 3e-3  # AdamW, for embeddings and norms
-    warmup_steps: int = 10
+    matrix_learning_rate: float = 0.015
     num_steps: int = 600
     check_every: int = 50
     num_checked: int = 256
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, num_experts: int = 0) -> PreTrainedModel:
-    """A Qwen3 of two wide layers: it learns addition in fewer seconds than a deeper one of equal size.
-
-    With `num_experts` a Qwen3-MoE of the same layers: two experts a token, together as wide as the dense layer.
-    """
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},  # short prompts: a short wavelength
-        "tie_word_embeddings": True,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    if not num_experts:
-        return Qwen3ForCausalLM(Qwen3Config(**sizes))
-    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True))
+def build_arithmetic_model(tokenizer: PreTrainedTokenizerFast, num_experts: int = 0) -> PreTrainedModel:
+    """Two wide layers: they learn addition in fewer seconds than a deeper model of equal size."""
+    return build_model(tokenizer, Sizes(num_experts=num_experts, max_length=256, rope_theta=100.0))
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> tuple[Tensor, Tensor]:
@@ -88,16 +56,10 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> t
 
 
 def answer_loss(model: PreTrainedModel, token_BT: Tensor, label_BT: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Negative log-probability of every label token [B, T - 1], 0 elsewhere; and how unevenly experts are used.
-
-    Padding is on the right, so causal attention keeps it out without a mask.
-    """
-    has_experts = isinstance(model, Qwen3MoeForCausalLM)
-    found = model(input_ids=token_BT, use_cache=False, **({"output_router_logits": True} if has_experts else {}))
-    loss_BT = cross_entropy(
-        found.logits[:, :-1].transpose(1, 2), label_BT[:, 1:], ignore_index=IGNORE, reduction="none"
-    )
-    return loss_BT, found.aux_loss if has_experts else 0.0
+    """Negative log-probability of every label token [B, T - 1], 0 elsewhere; and the loss of unevenly used experts."""
+    logits, imbalance = predict(model, token_BT)
+    loss_BT = cross_entropy(logits[:, :-1].transpose(1, 2), label_BT[:, 1:], ignore_index=IGNORE, reduction="none")
+    return loss_BT, imbalance
 
 
 @torch.no_grad()
@@ -128,45 +90,18 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     num_problems = len(token_NT) // len(OFFSETS)
     checked = torch.arange(min(schedule.num_checked, num_problems)) * len(OFFSETS)
-    optimizers = build_optimizers(model, schedule)
+    optimizers = build_optimizers(model, schedule.matrix_learning_rate)
     probability, order = 0.0, torch.empty(0, dtype=torch.long)
     for step in range(1, schedule.num_steps + 1):
         if len(order) < schedule.batch_size:
             order = torch.randperm(num_problems, generator=generator)
         problem_B, order = order[: schedule.batch_size], order[schedule.batch_size :]
         rows = draw_rows(problem_B, generator)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * learning_rate_factor(schedule, step)
-            optimizer.zero_grad()
         label_BT = label_NT[rows]
         loss_BT, imbalance = answer_loss(model, token_NT[rows], label_BT)
-        loss = loss_BT.sum() / (label_BT != IGNORE).sum() + BALANCE * imbalance
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
+        loss = loss_BT.sum() / (label_BT != IGNORE).sum() + imbalance
+        update(model, optimizers, loss, step, schedule.num_steps)
         if step % schedule.check_every == 0:
             probability = exact_probability(model, token_NT[checked], label_NT[checked])
         on_step(step, probability)
     return probability
-
-
-def build_optimizers(model: PreTrainedModel, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for all else, stacked experts and routers among it."""
-    muon_ids = {id(p) for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name}
-    muon_ids -= {id(p) for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")}
-    matrices = [p for p in model.parameters() if id(p) in muon_ids]
-    others = [p for p in model.parameters() if id(p) not in muon_ids]
-    muon = [{"params": matrices, "initial_lr": schedule.matrix_learning_rate}]
-    adamw = [{"params": others, "initial_lr": schedule.other_learning_rate}]
-    return [
-        torch.optim.Muon(muon, weight_decay=0.0),
-        torch.optim.AdamW(adamw, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
-def learning_rate_factor(schedule: Schedule, step: int) -> float:
-    """Linear warm-up, then half a cosine down to a tenth at the last step."""
-    cosine = 0.5 * (1 + math.cos(math.pi * step / schedule.num_steps))
-    return min(1.0, step / schedule.warmup_steps) * (0.1 + 0.9 * cosine)

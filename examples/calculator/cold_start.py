@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import typer
+
 # Run from its folder or imported: conversations.py is in the folder above, or where PYTHONPATH says.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from conversations import Lesson, Talk, cold_start, cold_start_command
+from conversations import Experts, Folder, Lesson, LessonPart, Seed, Steps, Talk, cold_start
 
 from gspo.common.config.reward import BUILTIN_TOOLS
 
@@ -57,18 +59,20 @@ def teacher(pairs: list[tuple[int, int]]) -> Any:
     return talk
 
 
-def make(folder: Path, seed: int, num_steps: int | None = None) -> None:
-    """The model, the problems and the held-out ones."""
+def make(folder: Folder, seed: Seed = 0, steps: Steps = None, experts: Experts = 0) -> None:
+    """Make a small model that seldom uses its tool, and products to improve it on."""
     training, held_out = problems(seed)
     files = {"prompts.jsonl": [record(*p) for p in training], "eval.jsonl": [record(*p) for p in held_out]}
     lesson = Lesson(
         [OPENING, CLOSING, UNREADABLE, "\n</tool_call>"],
-        teacher(training),
+        [LessonPart(teacher(training))],
         [BUILTIN_TOOLS["calculator"]],
         role="tool",
+        num_steps=steps or 300,
+        sizes={"num_experts": experts},
     )
-    cold_start(folder, lesson, files, seed, [Path(__file__).resolve()], num_steps)
+    cold_start(folder, lesson, files, seed, [Path(__file__).resolve()])
 
 
 if __name__ == "__main__":
-    cold_start_command(make, "Makes a small model that seldom uses its tool, and products to improve it on.")
+    typer.run(make)

@@ -7,10 +7,12 @@ import random
 import sys
 from pathlib import Path
 
+import typer
+
 # Run from its folder or imported: conversations.py is in the folder above, or where PYTHONPATH says.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from conversations import Lesson, Talk, cold_start, cold_start_command
+from conversations import Experts, Folder, Lesson, LessonPart, Seed, Steps, Talk, cold_start
 from game import HIGHEST, MAX_TURNS, reset, step
 
 GOOD_SHARE = 0.35
@@ -32,13 +34,14 @@ def talk(draw: random.Random) -> Talk:
     return made
 
 
-def make(folder: Path, seed: int, num_steps: int | None = None) -> None:
-    """The model, and a prompt for each number."""
+def make(folder: Folder, seed: Seed = 0, steps: Steps = None, experts: Experts = 0) -> None:
+    """Make a small model that guesses badly, and a prompt for each number."""
     words = ["higher", "lower", "Guess a number from 0 to ", *(str(n) for n in range(10, HIGHEST + 1))]
     files = {"prompts.jsonl": [{"prompt": PROMPT, "number": number} for number in range(HIGHEST + 1)]}
     here = Path(__file__).resolve().parent
-    cold_start(folder, Lesson(words, talk), files, seed, [here / "cold_start.py", here / "game.py"], num_steps)
+    lesson = Lesson(words, [LessonPart(talk)], num_steps=steps or 300, sizes={"num_experts": experts})
+    cold_start(folder, lesson, files, seed, [here / "cold_start.py", here / "game.py"])
 
 
 if __name__ == "__main__":
-    cold_start_command(make, "Makes a small model that guesses badly, and a prompt for each number.")
+    typer.run(make)

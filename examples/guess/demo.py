@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+sys.path.insert(0, str(HERE.parent))
 
 if __name__ == "__main__":
-    from cold_start import make
     from conversations import demo
 
-    demo(HERE, make, "Make a small model that guesses badly, and train it by its rewards alone.")
+    demo(HERE, "Make a small model that guesses badly, and train it by its rewards alone.")

@@ -3,8 +3,10 @@
 isort:skip_file
 The generation service: rollouts on request, new weights, and what this generator is."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from gspo_proto import rollout_pb2 as _rollout_pb2
 import builtins as _builtins
 import sys
@@ -36,6 +38,71 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class SampleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the context"""
+
+    @_builtins.property
+    def sampling(self) -> _rollout_pb2.Sampling: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        sampling: _rollout_pb2.Sampling | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleRequest: _TypeAlias = SampleRequest  # noqa: Y015
+
+@_typing.final
+class SampledTokens(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGP_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
+    finish: _builtins.str
+    """of the last piece: stop, length, or restart where a weight update ended the request"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logp(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """behavior log-prob of each token"""
+
+    @_builtins.property
+    def version(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """policy version that sampled each token"""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logp: _abc.Iterable[_builtins.float] | None = ...,
+        version: _abc.Iterable[_builtins.int] | None = ...,
+        finish: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logp", b"logp", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampledTokens: _TypeAlias = SampledTokens  # noqa: Y015
 
 @_typing.final
 class PushHeader(_message.Message):
@@ -208,6 +275,47 @@ class PushResult(_message.Message):
 Global___PushResult: _TypeAlias = PushResult  # noqa: Y015
 
 @_typing.final
+class SleepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEARNER_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    epoch: _builtins.int
+    """of the learner, as in PushHeader"""
+    learner: _builtins.str
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        learner: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "learner", b"learner", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepReply: _TypeAlias = SleepReply  # noqa: Y015
+
+@_typing.final
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -236,6 +344,7 @@ class GeneratorDescription(_message.Message):
     MAX_ROLLOUTS_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     LEARNER_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     version: _builtins.int
@@ -249,6 +358,8 @@ class GeneratorDescription(_message.Message):
     num_running: _builtins.int
     learner: _builtins.str
     """id of that learner"""
+    asleep: _builtins.bool
+    """its weights and its KV cache are away"""
     def __init__(
         self,
         *,
@@ -262,10 +373,11 @@ class GeneratorDescription(_message.Message):
         max_rollouts: _builtins.int = ...,
         num_running: _builtins.int = ...,
         learner: _builtins.str = ...,
+        asleep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digest", b"digest", "dtype", b"dtype", "epoch", b"epoch", "learner", b"learner", "max_rollouts", b"max_rollouts", "model", b"model", "name", b"name", "num_running", b"num_running", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asleep", b"asleep", "digest", b"digest", "dtype", b"dtype", "epoch", b"epoch", "learner", b"learner", "max_rollouts", b"max_rollouts", "model", b"model", "name", b"name", "num_running", b"num_running", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,10 +40,20 @@ class GenerationStub:
                 request_serializer=gspo__proto_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=gspo__proto_dot_rollout__pb2.Rollout.FromString,
                 _registered_method=True)
+        self.Sample = channel.unary_stream(
+                '/gspo.Generation/Sample',
+                request_serializer=gspo__proto_dot_generation__pb2.SampleRequest.SerializeToString,
+                response_deserializer=gspo__proto_dot_generation__pb2.SampledTokens.FromString,
+                _registered_method=True)
         self.PushWeights = channel.stream_unary(
                 '/gspo.Generation/PushWeights',
                 request_serializer=gspo__proto_dot_generation__pb2.WeightFrame.SerializeToString,
                 response_deserializer=gspo__proto_dot_generation__pb2.PushResult.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/gspo.Generation/Sleep',
+                request_serializer=gspo__proto_dot_generation__pb2.SleepRequest.SerializeToString,
+                response_deserializer=gspo__proto_dot_generation__pb2.SleepReply.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/gspo.Generation/Describe',
@@ -62,10 +72,28 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sample(self, request, context):
+        """Tokens behind a context, in pieces as they are sampled, each with its log-prob and version. The last piece has
+        `finish`. UNAVAILABLE: this generator ends; another one continues behind the tokens so far. Cancelling the call ends
+        the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PushWeights(self, request_iterator, context):
         """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
         PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
         server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """placement: shared. The engine gives the memory of its cards back; the next push wakes it. The answer comes when the
+        memory is free, at once from an engine that sleeps. PERMISSION_DENIED: another learner has taken over.
+        FAILED_PRECONDITION: another run, or an engine of `placement: split`, which has no sleep mode.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,10 +113,20 @@ def add_GenerationServicer_to_server(servicer, server):
                     request_deserializer=gspo__proto_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=gspo__proto_dot_rollout__pb2.Rollout.SerializeToString,
             ),
+            'Sample': grpc.unary_stream_rpc_method_handler(
+                    servicer.Sample,
+                    request_deserializer=gspo__proto_dot_generation__pb2.SampleRequest.FromString,
+                    response_serializer=gspo__proto_dot_generation__pb2.SampledTokens.SerializeToString,
+            ),
             'PushWeights': grpc.stream_unary_rpc_method_handler(
                     servicer.PushWeights,
                     request_deserializer=gspo__proto_dot_generation__pb2.WeightFrame.FromString,
                     response_serializer=gspo__proto_dot_generation__pb2.PushResult.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=gspo__proto_dot_generation__pb2.SleepRequest.FromString,
+                    response_serializer=gspo__proto_dot_generation__pb2.SleepReply.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -134,6 +172,33 @@ class Generation:
             _registered_method=True)
 
     @staticmethod
+    def Sample(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gspo.Generation/Sample',
+            gspo__proto_dot_generation__pb2.SampleRequest.SerializeToString,
+            gspo__proto_dot_generation__pb2.SampledTokens.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def PushWeights(request_iterator,
             target,
             options=(),
@@ -150,6 +215,33 @@ class Generation:
             '/gspo.Generation/PushWeights',
             gspo__proto_dot_generation__pb2.WeightFrame.SerializeToString,
             gspo__proto_dot_generation__pb2.PushResult.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gspo.Generation/Sleep',
+            gspo__proto_dot_generation__pb2.SleepRequest.SerializeToString,
+            gspo__proto_dot_generation__pb2.SleepReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,10 +34,20 @@ class GenerationStub:
     def __new__(cls, channel: _aio.Channel) -> GenerationAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]
     """Rollouts of one task, each as soon as it is finished; for interactive use and outside clients."""
+    Sample: _grpc.UnaryStreamMultiCallable[_generation_pb2.SampleRequest, _generation_pb2.SampledTokens]
+    """Tokens behind a context, in pieces as they are sampled, each with its log-prob and version. The last piece has
+    `finish`. UNAVAILABLE: this generator ends; another one continues behind the tokens so far. Cancelling the call ends
+    the request.
+    """
     PushWeights: _grpc.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]
     """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
     PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
     server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
+    """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_generation_pb2.SleepRequest, _generation_pb2.SleepReply]
+    """placement: shared. The engine gives the memory of its cards back; the next push wakes it. The answer comes when the
+    memory is free, at once from an engine that sleeps. PERMISSION_DENIED: another learner has taken over.
+    FAILED_PRECONDITION: another run, or an engine of `placement: split`, which has no sleep mode.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DescribeRequest, _generation_pb2.GeneratorDescription]
 
@@ -46,10 +56,20 @@ class GenerationAsyncStub(GenerationStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _rollout_pb2.Rollout]  # type: ignore[assignment]
     """Rollouts of one task, each as soon as it is finished; for interactive use and outside clients."""
+    Sample: _aio.UnaryStreamMultiCallable[_generation_pb2.SampleRequest, _generation_pb2.SampledTokens]  # type: ignore[assignment]
+    """Tokens behind a context, in pieces as they are sampled, each with its log-prob and version. The last piece has
+    `finish`. UNAVAILABLE: this generator ends; another one continues behind the tokens so far. Cancelling the call ends
+    the request.
+    """
     PushWeights: _aio.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]  # type: ignore[assignment]
     """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
     PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
     server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
+    """
+    Sleep: _aio.UnaryUnaryMultiCallable[_generation_pb2.SleepRequest, _generation_pb2.SleepReply]  # type: ignore[assignment]
+    """placement: shared. The engine gives the memory of its cards back; the next push wakes it. The answer comes when the
+    memory is free, at once from an engine that sleeps. PERMISSION_DENIED: another learner has taken over.
+    FAILED_PRECONDITION: another run, or an engine of `placement: split`, which has no sleep mode.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_generation_pb2.DescribeRequest, _generation_pb2.GeneratorDescription]  # type: ignore[assignment]
 
@@ -63,6 +83,17 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         """Rollouts of one task, each as soon as it is finished; for interactive use and outside clients."""
 
     @_abc_1.abstractmethod
+    def Sample(
+        self,
+        request: _generation_pb2.SampleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.SampledTokens], _abc.AsyncIterator[_generation_pb2.SampledTokens]]:
+        """Tokens behind a context, in pieces as they are sampled, each with its log-prob and version. The last piece has
+        `finish`. UNAVAILABLE: this generator ends; another one continues behind the tokens so far. Cancelling the call ends
+        the request.
+        """
+
+    @_abc_1.abstractmethod
     def PushWeights(
         self,
         request_iterator: _MaybeAsyncIterator[_generation_pb2.WeightFrame],
@@ -71,6 +102,17 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
         PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
         server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
+        """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _generation_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.SleepReply, _abc.Awaitable[_generation_pb2.SleepReply]]:
+        """placement: shared. The engine gives the memory of its cards back; the next push wakes it. The answer comes when the
+        memory is free, at once from an engine that sleeps. PERMISSION_DENIED: another learner has taken over.
+        FAILED_PRECONDITION: another run, or an engine of `placement: split`, which has no sleep mode.
         """
 
     @_abc_1.abstractmethod

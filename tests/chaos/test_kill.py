@@ -119,6 +119,10 @@ def _write(folder: Path) -> Path:
         "data": {"prompts": "prompts.jsonl"},
         "reward": {"functions": [{"path": "reward.py"}]},
         "algorithm": {
+            "preset": "dr-grpo",
+            "old_logprobs": "recompute",
+            "behavior_correction": "truncate",
+            "behavior_level": "product",
             "rollout_batch_size": GROUPS,
             "num_return_sequences_in_group": SIZE,
             "prompt_length": 64,

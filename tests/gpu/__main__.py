@@ -20,8 +20,6 @@ from tests.gpu.machine_facts import ROOT, child_environment, missing, run_facts
 from tests.gpu.records import PAGE, RECORDS, PartRecord, merge, read_records, write_page
 
 NOT_RUN = 3
-# A part that has less left would only be cut off.
-_LEAST_S = 45.0
 _TAIL_LINES = 12
 
 
@@ -42,7 +40,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--only", action="append", choices=[*PARTS], help="this part alone; may be given again")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries the code on tiny sizes")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no part, and end one, after so long")
+    parser.add_argument("--minutes", type=float, default=75.0, help="begin no part, and end one, after so long")
     parser.add_argument("--results", type=Path, help="file of results; with cuda docs/gpu.json by default")
     parser.add_argument("--again", action="store_true", help="run also what these results say has passed on this card")
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache/gpu", help="models, runs and logs")
@@ -75,15 +73,18 @@ def _run_all(given: argparse.Namespace) -> int:
             print(f"{part.name}: passed before, on {record.date}; --again runs it anew")
             continue
         left_s = deadline - time.monotonic()
-        if reason := missing(part.packages) or ("no time is left (--minutes)" if left_s < _LEAST_S else ""):
+        if reason := missing(part.packages) or ("too little time is left (--minutes)" if left_s < part.least_s else ""):
             print(f"{part.name}: not run: {reason}")
             outcomes.append(NOT_RUN)
             continue
         record = _run_part(part, given, facts, min(part.limit_s, left_s))
+        if record is None:
+            outcomes.append(NOT_RUN)
+            continue
         merge(given.results, [record])
         if given.results == RECORDS:
             write_page(PAGE, read_records(RECORDS))
-        print(f"{part.name}: {record.words}", flush=True)
+        print(f"{part.name}: {record.outcome}; {record.further}", flush=True)
         outcomes.append(0 if record.passed else 1)
     return 1 if 1 in outcomes else NOT_RUN if NOT_RUN in outcomes else 0
 
@@ -93,8 +94,11 @@ def _chosen(given: argparse.Namespace) -> list[Part]:
     return [PARTS[name] for name in names]
 
 
-def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limit_s: float) -> PartRecord:
-    """One part as a process that leads a session of its own, so that nothing of it stays behind."""
+def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limit_s: float) -> PartRecord | None:
+    """One part as a process that leads a session of its own, so that nothing of it stays behind.
+
+    None if this card is none for it, or --minutes ended it.
+    """
     print(f"{part.name}: {part.what} (at most {limit_s:.0f} s)", flush=True)
     answer, log = given.folder / f"{part.name}.json", given.folder / f"{part.name}.log"
     answer.unlink(missing_ok=True)
@@ -115,15 +119,17 @@ def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limi
             start_new_session=True,
         )
         reason = _wait(process, limit_s)
-    found = json.loads(answer.read_text()) if answer.exists() else {"numbers": {}, "reason": reason or _last_words(log)}
-    return PartRecord(
-        part=part.name,
-        passed=not (reason or found["reason"]),
-        reason=reason or found["reason"],
-        seconds=round(time.monotonic() - began, 1),
-        numbers=found["numbers"],
-        **facts,
-    )
+    findings = json.loads(answer.read_text()) if answer.exists() else {}
+    ended = findings.pop("reason", None)
+    failure = reason or (_last_words(log) if ended is None else ended)
+    not_here = findings.pop("not_here", "")
+    if reason and limit_s < part.limit_s:
+        not_here = "it was ended when no time was left (--minutes)"
+    if not_here:
+        print(f"{part.name}: not run: {not_here}", flush=True)
+        return None
+    values = {"numbers": {}, **findings, **facts, "reason": failure}
+    return PartRecord(part=part.name, passed=not failure, seconds=round(time.monotonic() - began, 1), **values)
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:

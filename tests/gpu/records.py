@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from tests.gpu.catalogue import PARTS
+from tests.gpu.catalogue import PARTS, Part
 from tests.gpu.machine_facts import ROOT
 
 RECORDS, PAGE = ROOT / "docs/gpu.json", ROOT / "docs/gpu.md"
 _BEGIN, _END = "<!-- rows: python -m tests.gpu -->", "<!-- end of rows -->"
-_NONE_YET = "**No row has been run yet: there was no GPU.**"
+_NONE_YET = "**No GPU has run this project yet: no row below has a result.**"
 _LONGEST_REASON = 300
+_VERDICTS = {True: "goal met", False: "GOAL MISSED", None: "not judged on a CPU"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class PartRecord:
         reason: Why it failed; empty where it passed.
         numbers: What it measured, by a name that has the unit.
         card: The GPU's name; CPU for a trial of the code.
+        goals: `name`, `goal`, `result`, and whether it is `met`: None on a CPU.
+        rates: By the names of common/planning/rates.py, for `gspo plan`.
     """
 
     part: str
@@ -38,13 +42,21 @@ class PartRecord:
     card: str
     driver: str
     versions: str
+    goals: list[dict[str, Any]] = field(default_factory=list)
+    rates: dict[str, float] = field(default_factory=dict)
 
     @property
-    def words(self) -> str:
-        """The outcome in one line."""
-        numbers = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.numbers.items())
+    def outcome(self) -> str:
+        """Whether it passed, and every number that has a goal beside it."""
         outcome = "pass" if self.passed else f"FAIL: {self.reason[:_LONGEST_REASON]}"
-        return f"{outcome}; {numbers}" if numbers else outcome
+        return "; ".join(
+            [outcome, *(f"{goal['name']} {goal['result']:g}: {_VERDICTS[goal['met']]}" for goal in self.goals)]
+        )
+
+    @property
+    def further(self) -> str:
+        """The other numbers."""
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.numbers.items())
 
 
 def read_records(path: Path) -> list[PartRecord]:
@@ -53,10 +65,15 @@ def read_records(path: Path) -> list[PartRecord]:
 
 
 def merge(path: Path, records: Sequence[PartRecord]) -> None:
-    """Put records into a file; of the same part on the same card and versions the last one stays."""
+    """Put records into a file; of the same part on the same card and versions the last one stays.
+
+    They are in the order of the catalogue: of two parts with one rate, `gspo plan` takes that of the later one.
+    """
     kept = {(record.part, record.card, record.versions): record for record in [*read_records(path), *records]}
+    place = {name: number for number, name in enumerate(PARTS)}
+    ordered = sorted(kept.values(), key=lambda record: place.get(record.part, -1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(record) for record in kept.values()], indent=1) + "\n")
+    path.write_text(json.dumps([asdict(record) for record in ordered], indent=1) + "\n")
 
 
 def write_page(page: Path, records: Sequence[PartRecord]) -> None:
@@ -70,16 +87,17 @@ def write_page(page: Path, records: Sequence[PartRecord]) -> None:
 def rows(records: Sequence[PartRecord]) -> str:
     """The table, a row a record and one for every part without any."""
     lines = ["" if records else f"{_NONE_YET}\n"]
-    lines += ["| part | shows | date, card, driver | versions | s | result |", "|---|---|---|---|---|---|"]
+    lines += ["| part | shows | goal | result | further numbers | s | date, card, driver, versions |"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for name, part in PARTS.items():
-        found = [record for record in records if record.part == name]
-        lines += [_row(part.what, record) for record in found] or [
-            f"| `{name}` | {part.what} | - | - | - | not yet run |"
+        of_part = [record for record in records if record.part == name]
+        lines += [_row(part, record) for record in of_part] or [
+            f"| `{name}` | {part.what} | {part.goal} | not yet run | - | - | - |"
         ]
     return "\n".join(lines)
 
 
-def _row(what: str, record: PartRecord) -> str:
-    where = f"{record.date}, {record.card}, {record.driver}"
-    words = record.words.replace("|", "/").replace("\n", " ")
-    return f"| `{record.part}` | {what} | {where} | {record.versions} | {record.seconds:.0f} | {words} |"
+def _row(part: Part, record: PartRecord) -> str:
+    where = f"{record.date}, {record.card}, {record.driver}, {record.versions}"
+    cells = (part.what, part.goal, record.outcome, record.further or "-", f"{record.seconds:.0f}", where)
+    return f"| `{record.part}` | " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"

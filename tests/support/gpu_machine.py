@@ -6,7 +6,7 @@ What it is not: a GPU; no engine can be started on it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,28 +14,66 @@ import pytest
 from gspo.common.host.machine import GENERATORS_PER_GPU, VISIBLE
 
 GIB = 1 << 30
+PRODUCT = "NVIDIA H100 80GB HBM3"
 
 
-def gpu_machine(folder: Path, num_gpus: int, *, gib: int = 80, used_gib: Sequence[int] = ()) -> dict[str, str]:
-    """Variables under which a process believes that it is on such a machine."""
+def gpu_machine(
+    folder: Path,
+    num_gpus: int,
+    *,
+    gib: int = 80,
+    used_gib: Sequence[int] = (),
+    slices: Mapping[int, Sequence[str]] = {},
+) -> dict[str, str]:
+    """Variables under which a process believes that it is on such a machine.
+
+    Args:
+        used_gib: Of each card, by one program; 0 for those after the last.
+        slices: Profiles of the MIG slices of a divided card, by its index.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        f"{n}, {uuid(n)}, {gib * 1024}, {(used_gib[n] if n < len(used_gib) else 0) * 1024}" for n in range(num_gpus)
-    ]
-    tool = folder / "nvidia-smi"
-    tool.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(rows) + "\nEND\n")
-    tool.chmod(0o755)
+    used_mib = [1024 * gib for gib in used_gib] + [0] * (num_gpus - len(used_gib))
+    rows, programs, cards = [], [], []
+    for n in range(num_gpus):
+        mode = "Enabled" if n in slices else "Disabled"
+        rows.append(f"{n}, {uuid(n)}, {gib * 1024}, {used_mib[n]}, {PRODUCT}, {mode}")
+        programs += [f"{uuid(n)}, {4000 + n}, {used_mib[n]}, python"] if used_mib[n] else []
+        cards.append(f"GPU {n}: {PRODUCT} (UUID: {uuid(n)})")
+        cards += [
+            f"  MIG {profile:<15} Device {place:>2}: (UUID: {slice_uuid(n, place)})"
+            for place, profile in enumerate(slices.get(n, ()))
+        ]
+    _write_tool(folder / "nvidia-smi", {"*query-gpu*": rows, "*query-compute-apps*": programs, "-L": cards})
     for package, version in (("torch", "2.13.0"), ("vllm", "0.32.0")):
         info = folder / f"{package}-{version}.dist-info"
         info.mkdir(exist_ok=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     python_path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": python_path}
+    # Locks of GPUs that other tests believe in are elsewhere.
+    runtime = {"XDG_RUNTIME_DIR": str(folder)}
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": python_path, **runtime}
 
 
-def pretend_gpu_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, num_gpus: int, *, gib: int = 80) -> None:
+def _write_tool(path: Path, answers: Mapping[str, Sequence[str]]) -> None:
+    """A program that prints the lines of the first pattern that its arguments match."""
+    lines = ["#!/bin/sh", 'case "$*" in']
+    for pattern, answer in answers.items():
+        lines += [f"{pattern})", "cat <<'END'", *answer, "END", ";;"]
+    path.write_text("\n".join([*lines, "esac", ""]))
+    path.chmod(0o755)
+
+
+def pretend_gpu_machine(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    num_gpus: int,
+    *,
+    gib: int = 80,
+    used_gib: Sequence[int] = (),
+    slices: Mapping[int, Sequence[str]] = {},
+) -> None:
     """Have this very process believe it; what CUDA_VISIBLE_DEVICES said is forgotten."""
-    for name, value in gpu_machine(folder, num_gpus, gib=gib).items():
+    for name, value in gpu_machine(folder, num_gpus, gib=gib, used_gib=used_gib, slices=slices).items():
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delenv(VISIBLE, raising=False)
@@ -45,3 +83,8 @@ def pretend_gpu_machine(monkeypatch: pytest.MonkeyPatch, folder: Path, num_gpus:
 def uuid(index: int) -> str:
     """Of the GPU with this index."""
     return f"GPU-{index}5b2a6f0-0000-0000-0000-00000000000{index}"
+
+
+def slice_uuid(index: int, place: int) -> str:
+    """Of a MIG slice, by its place on the GPU with this index."""
+    return f"MIG-{index}{place}2a6f0-0000-0000-0000-000000000000"

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ REWARD = """
 def reward(prompts, completions, answer, **columns):
     return [float(c[0]["content"][:1] < "P") for c in completions]
 """
+EXAMPLES = Path(__file__).parents[2] / "examples"
 _TIMEOUT_S = 500
 
 
@@ -43,11 +45,33 @@ class WholeRun:
         return pq.read_table(self.run_dir / "log" / f"step-{step:06d}.parquet").to_pylist()
 
 
+def example_run(
+    example: Path, folder: Path, lessons: int, *options: str, watch: Callable[[Path], None] = lambda _: None
+) -> WholeRun:
+    """An example as a user starts it, with its cold start, both cut short.
+
+    Args:
+        watch: Called with the run directory once it is there.
+    """
+    command: list[str | Path] = [sys.executable, example / "demo.py", "--cold-start-steps", str(lessons)]
+    command += ["--runs", folder / "runs", "--cache", folder / "cache", *options]
+
+    def meanwhile(process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None and not list(folder.glob("runs/*/services/supervisor.json")):
+            time.sleep(0.1)
+        for file in folder.glob("runs/*/services/supervisor.json"):
+            watch(file.parents[1])
+
+    printed = run_to_end(command, meanwhile)
+    (run_dir,) = (path.parent for path in folder.glob("runs/*/summary.json"))
+    return WholeRun(folder, run_dir, printed)
+
+
 def whole_run(
     folder: Path,
     model: Path,
     meanwhile: Callable[[subprocess.Popen[bytes], Path], None] | None = None,
-    **sections: dict[str, Any],
+    **sections: Any,
 ) -> WholeRun:
     """A synchronous run in float32 with two mini-batches a step; `sections` go over these keys.
 
@@ -68,17 +92,32 @@ def whole_run(
         "learner": {"threads": 1},
     }
     for name, section in sections.items():
-        config[name] = {**config.get(name, {}), **section}
+        config[name] = {**config.get(name, {}), **section} if isinstance(section, dict) else section
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command: list[str | Path] = [sys.executable, "-m", "gspo.cli", "run", str(folder / "config.yaml"), "--plain"]
+    command: list[str | Path] = [sys.executable, "-P", "-m", "gspo.cli", "run", str(folder / "config.yaml"), "--plain"]
     run_dir = folder / "runs" / "whole"
     watch = None if meanwhile is None else lambda process: meanwhile(process, run_dir)
-    return WholeRun(folder, run_dir, run_to_end(command, watch))
+    return WholeRun(folder, run_dir, run_to_end(command, watch, stray_modules(folder)))
 
 
-def run_to_end(command: list[str | Path], meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None) -> str:
+def stray_modules(folder: Path) -> Path:
+    """A working directory of a user, with files that have the names of standard modules; no process may import one."""
+    stray = folder / "stray"
+    stray.mkdir()
+    for name in ("inspect", "ast", "queue"):
+        (stray / f"{name}.py").write_text("raise FileNotFoundError('a file of the working directory was imported')\n")
+    return stray
+
+
+def run_to_end(
+    command: list[str | Path],
+    meanwhile: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    working_dir: Path | None = None,
+) -> str:
     """Run a command that must succeed, with all that it starts; what it printed."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, cwd=working_dir
+    )
     try:
         if meanwhile is not None:
             meanwhile(process)

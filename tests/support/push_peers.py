@@ -23,6 +23,7 @@ from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.servicer import SERVICE_NAME, Context, GenerationGrpcServicer
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.push.publisher import Publisher
+from gspo.learner.push.shifts import LearnerShifts
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
 from gspo_proto.rollout_pb2 import VersionLive
@@ -52,10 +53,14 @@ class StandInEngine:
         may_load: A load stands still, as one that has paused the engine, until it is set.
         loading: Set during a load.
         refusing: Whether loads fail.
+        is_asleep, may_sleep: Whether it sleeps; it falls asleep once it may.
+        history: Its sleeps, and its wakes with their versions.
     """
 
     def __init__(self) -> None:
         self.version, self.load_s, self.refusing = 0, 0.0, False
+        self.is_asleep, self.may_sleep, self.history = False, asyncio.Event(), list[str]()
+        self.may_sleep.set()
         self.may_load, self.loading = asyncio.Event(), asyncio.Event()
         self.may_load.set()
 
@@ -73,6 +78,18 @@ class StandInEngine:
         copies.promote()
         self.version = version
         return LoadTimes(0.0, self.load_s, 0.0)
+
+    async def sleep(self, *, on_update: str, timeout_s: float) -> None:
+        await self.may_sleep.wait()
+        if not self.is_asleep:
+            self.history.append("sleep")
+        self.is_asleep = True
+
+    async def wake(self, version: int, copies: PolicyCopies, *, timeout_s: float) -> LoadTimes:
+        times = await self.load(version, copies, on_update="recompute", timeout_s=timeout_s)
+        self.is_asleep = False
+        self.history.append(f"wake {version}")
+        return times
 
 
 class IdleLoop:
@@ -94,6 +111,7 @@ class PushTarget:
         answer: What it answers to them, if it is to answer without taking them.
     """
 
+    service: Service
     engine: StandInEngine
     copies: PolicyCopies
     servicer: GenerationGrpcServicer
@@ -136,19 +154,24 @@ class RecordingServicer(GenerationGrpcServicer):
 
 @asynccontextmanager
 async def generator(
-    config: Config, redis_url: str, name: str = "generation-0", ignored: Mapping[str, tuple[int, ...]] | None = None
+    config: Config,
+    redis_url: str,
+    name: str = "generation-0",
+    ignored: Mapping[str, tuple[int, ...]] | None = None,
+    cards: Mapping[str, str] | None = None,
 ) -> AsyncIterator[PushTarget]:
     """A generator that serves version 0, registered.
 
     Args:
         ignored: Further tensors of its model folder, which the learner does not have.
+        cards: Its GPUs with their kinds.
     """
     service = service_of(name, config, redis_url)
     engine, copies = StandInEngine(), PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16")
     for tensor, bits in policy(0).bits.items():
         copies.serving.bits(tensor)[:] = bits.reshape(-1)
     servicer = RecordingServicer(service, engine, copies, None, IdleLoop())
-    servicer.generator = running = PushTarget(engine, copies, servicer)
+    servicer.generator = running = PushTarget(service, engine, copies, servicer)
     server = GrpcServer(
         GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),
         host="127.0.0.1",
@@ -158,10 +181,12 @@ async def generator(
     await server.start()
     running.address = server.address
     # The same process id for all, as the first process of every container has.
-    instance = Instance("generation", name, grpc=server.address, pid=1)
-    beating = asyncio.create_task(
-        Registration(service.redis, service.keys, instance, service.activity, servicer.facts).run()
+    instance = Instance("generation", name, grpc=server.address, pid=1, uid=service.uid)
+    registration = Registration(
+        service.redis, service.keys, instance, service.activity, lambda: {**servicer.facts(), "cards": cards or {}}
     )
+    await registration.beat()
+    beating = asyncio.create_task(registration.run())
     try:
         yield running
     finally:
@@ -173,12 +198,13 @@ async def generator(
 
 
 class PublishingLearner:
-    """A publisher and what went live."""
+    """A publisher and what went live; on shared cards with its shifts."""
 
     def __init__(self, config: Config, redis_url: str, epoch: int) -> None:
         self.service = service_of("learner-0", config, redis_url)
         self.live: list[VersionLive] = []
-        self.publisher = Publisher(self.service, epoch, self._on_live)
+        self.shifts = LearnerShifts(self.service, epoch)
+        self.publisher = Publisher(self.service, epoch, self._on_live, self.shifts)
         self.running = asyncio.create_task(self.publisher.run())
 
     async def _on_live(self, live: VersionLive) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "services"
-SERVICES = ("coordinator", "generation", "learner", "reward", "tracking")
+SERVICES = ("coordinator", "gateway", "generation", "learner", "reward", "tracking")
 # What every package may import; of these, runlog imports none of ours.
 SHARED = ("common", "runlog")
 # The one file that may import DeepSpeed.
@@ -71,7 +71,7 @@ def broken_rules(path: str, source: str) -> list[str]:
 
 
 def _is_http_api(path: str) -> bool:
-    return path.endswith("/http_api.py") or "/http_api/" in path
+    return path.endswith(("/http_api.py", "/chat_api.py")) or "/http_api/" in path
 
 
 def _top(name: str) -> str:
@@ -96,8 +96,8 @@ def _foreign_engines(path: str, imported: set[str]) -> Iterator[str]:
     tops = {_top(name) for name in imported}
     if path.startswith(WITHOUT_TORCH) and path != TORCH_PROGRAM:
         yield from (f"imports {top}, and runs without torch" for top in sorted(tops & {"torch", "gspo_core"}))
-    if "vllm" in tops and not path.startswith("services/gspo/generation/"):
-        yield "imports vllm outside services/gspo/generation"
+    if "vllm" in tops and not path.startswith(("services/gspo/generation/", "services/gspo/gateway/")):
+        yield "imports vllm outside services/gspo/generation and services/gspo/gateway"
     if "deepspeed" in tops and path != DEEPSPEED_FILE:
         yield f"imports deepspeed outside {DEEPSPEED_FILE}"
     if tops & {"tensorboardX", "wandb"} and not path.startswith("services/gspo/tracking/"):

@@ -18,10 +18,12 @@ from typer.main import get_command
 
 from gspo.cli.commands import app
 from gspo.cli.keys_table import markdown
-from gspo.common.config.algorithm import PRESETS, AlgorithmConfig, fitting_clip
+from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.loading import parse_config
+from gspo.common.config.presets import PRESETS, fitting_clip
 from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
 from gspo.learner.assembly.rows import SCHEMA
 from gspo.reward.functions.builtins.math_equivalence import compute_score
 
@@ -90,10 +92,10 @@ def test_the_table_of_presets_is_what_they_are(preset: str) -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     (head,) = [row for row in rows if row[0] == "key" and "`grpo`" in row]
     column = next(place for place, cell in enumerate(head) if cell.split(" ")[0] == f"`{preset}`")
-    told = {row[0]: row[column] for row in rows if len(row) == 4}
+    told = {row[0]: row[column] for row in rows if len(row) == len(head)}
     config = AlgorithmConfig.model_validate({"preset": preset})
     for key in ("adv_estimator", "importance_sampling", "loss_agg_mode", "reward_norm", "reward_clip",
-                "advantage_clip", "whiten_advantages", "dual_clip_loss"):  # fmt: skip
+                "reward_shift", "advantage_clip", "whiten_advantages", "dual_clip_loss"):  # fmt: skip
         assert told[f"`{key}`"] == _shown(getattr(config, key)), key
     low, high = (float(side) for side in told["clip low / high"].split(" / "))
     assert (low, high) == config.clip
@@ -149,6 +151,34 @@ def test_whole_configurations_in_documents_are_valid(document: str, tmp_path: Pa
     assert whole
     for block in whole:
         parse_config(block, tmp_path)
+
+
+def algorithm_blocks() -> dict[str, str]:
+    """Name -> block of each algorithm of the recipes."""
+    section = (ROOT / "docs/recipes.md").read_text().partition("## Algorithms")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^([A-Z][\w. +-]*?) ?[(,:].*\n\n```yaml\n([^`]*)^```", section, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", algorithm_blocks())
+def test_each_line_of_an_algorithm_s_block_changes_something(name: str, tmp_path: Path) -> None:
+    minimal = {"name": "a", "model": {"path": "m"}, "data": {"prompts": "p"}, "run": {"total_steps": 1}}
+    minimal |= {"reward": {"functions": [{"path": "r.py"}]}}
+    block = yaml.safe_load(algorithm_blocks()[name])
+    whole = parse_config(minimal | block, tmp_path)
+    for section, keys in block.items():
+        for key in keys:
+            fewer = {other: value for other, value in keys.items() if other != key}
+            try:
+                without = parse_config(minimal | block | {section: fewer}, tmp_path)
+            except InputError:
+                continue  # the other lines need this one
+            assert without != whole, f"{key} is what it would be without the line"
+
+
+def test_the_recipes_have_a_block_for_each_algorithm(tmp_path: Path) -> None:
+    assert set(algorithm_blocks()) == {
+        "GSPO-token", "GRPO", "DAPO", "CISPO", "DPPO", "Dr. GRPO", "RLOO", "REINFORCE++"
+    }  # fmt: skip
 
 
 def test_the_recipe_makes_prompts_and_right_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

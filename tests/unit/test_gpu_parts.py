@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from importlib.metadata import distributions
@@ -10,12 +11,28 @@ from pathlib import Path
 
 import pytest
 
+from gspo.common.config.schema import Config
+from gspo.common.planning.rates import ASSUMED, CARDS, Rate, rates_of
 from tests.gpu import __main__ as command
 from tests.gpu import machine_facts
-from tests.gpu.catalogue import PARTS, Part
+from tests.gpu.catalogue import NOT_ON_ONE_CARD, PARTS, Part
+from tests.gpu.decode_rates import DecodePass, decode_rates
 from tests.gpu.records import PAGE, RECORDS, PartRecord, merge, read_records, rows, write_page
 
-RECORD = PartRecord("push", True, "", 61.2, {"stall_s": 0.31}, "2026-12-01", "H200", "580", "torch 2.11.0")
+GOALS = [{"name": "stall", "goal": "at most 0.1", "result": 0.31, "met": False}]
+RECORD = PartRecord(
+    "push",
+    True,
+    "",
+    61.2,
+    {"load_s": 0.25},
+    "2026-12-01",
+    "NVIDIA H200",
+    "580",
+    "torch 2.11.0",
+    GOALS,
+    {"load_bytes_s": 5e9},
+)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
@@ -33,50 +50,96 @@ def test_the_page_has_the_rows_of_the_records() -> None:
     assert rows(read_records(RECORDS)) in PAGE.read_text()
 
 
+def test_the_key_of_shared_cards_says_that_no_gpu_has_run_it_until_one_has() -> None:
+    has_run = any(record.part == "shared" and record.passed for record in read_records(RECORDS))
+    says_never = "shared has never run on a GPU" in (Config.model_fields["placement"].description or "")
+    assert says_never != has_run
+    (section,) = re.findall(r"## Shared cards\n\n(.*)", PAGE.read_text())
+    assert section.startswith("**Never run on a GPU**") != has_run
+
+
 def test_every_part_has_a_row_whether_it_was_run_or_not() -> None:
-    assert "No row has been run yet" in rows([])
+    assert "No GPU has run this project yet" in rows([])
     assert rows([]).count("not yet run") == len(PARTS)
     failed = replace(RECORD, part="demo", passed=False, reason="exit code 1 | at step 3")
     found = rows([RECORD, failed])
-    assert "No row has been run yet" not in found
+    assert "No GPU has run this project yet" not in found
     assert found.count("not yet run") == len(PARTS) - 2
-    assert "| `push` | " in found and "| 2026-12-01, H200, 580 | torch 2.11.0 | 61 | pass; stall s 0.31 |" in found
+    missed = "| pass; stall 0.31: GOAL MISSED | load s 0.25 | 61 | 2026-12-01, NVIDIA H200, 580, torch 2.11.0 |"
+    assert f"| {PARTS['push'].goal} {missed}" in found
+    assert "goal met" in rows([replace(RECORD, goals=[{**GOALS[0], "met": True}])])
     assert "FAIL: exit code 1 / at step 3" in found
 
 
 def test_results_of_another_machine_are_taken_over(tmp_path: Path) -> None:
     here, page = tmp_path / "here.json", tmp_path / "page.md"
-    merge(here, [RECORD, replace(RECORD, part="step")])
+    # With CUDA graphs, and then without: the rate of the first one counts, as vLLM starts so by default.
+    merge(here, [replace(RECORD, part="push_graphs", rates={"load_bytes_s": 6e9}), RECORD])
     merge(here, [replace(RECORD, seconds=59.0), replace(RECORD, card="H100")])
     assert [(it.part, it.card, it.seconds) for it in read_records(here)] == [
-        ("push", "H200", 59.0),
-        ("step", "H200", 61.2),
+        ("push", "NVIDIA H200", 59.0),
         ("push", "H100", 61.2),
+        ("push_graphs", "NVIDIA H200", 61.2),
     ]
+    assert rates_of(CARDS["NVIDIA H200"], here)["load_bytes_s"] == Rate(
+        6e9, 6e9, "measured: part push_graphs, 2026-12-01", measured=True
+    )
     page.write_text("head\n<!-- rows: python -m tests.gpu -->\nold\n<!-- end of rows -->\ntail\n")
     write_page(page, read_records(here))
     text = page.read_text()
     assert text.startswith("head\n") and text.endswith("<!-- end of rows -->\ntail\n") and "\nold\n" not in text
 
 
+def test_every_rate_is_measured_by_a_part_unless_it_takes_several_cards_or_hosts() -> None:
+    measured = {rate for part in PARTS.values() for rate in part.rates}
+    assert measured.isdisjoint(NOT_ON_ONE_CARD)
+    assert measured | NOT_ON_ONE_CARD.keys() == ASSUMED.keys()
+
+
+@pytest.mark.parametrize(("own_s", "share"), [(0.002, 0.6), (0.0001, 1.0)])
+def test_two_measurements_of_decoding_give_both_rates(own_s: float, share: float) -> None:
+    card = CARDS["NVIDIA H200"]
+    alone, together = (
+        DecodePass(own_s + read_bytes / (share * card.memory_bytes_s), read_bytes) for read_bytes in (1.2e9, 1.3e10)
+    )
+    expected = {"decode_bytes_share": share, "decode_passes_s": 1 / own_s}
+    assert decode_rates(alone, together, card) == pytest.approx(expected)
+
+
+def test_a_pass_that_many_sequences_make_no_longer_takes_its_own_time() -> None:
+    card = CARDS["NVIDIA H200"]
+    rates = decode_rates(DecodePass(0.01, 1e9), DecodePass(0.009, 1e10), card)
+    assert rates == pytest.approx({"decode_bytes_share": 1.0, "decode_passes_s": 1 / (0.01 - 1e9 / 4.8e12)})
+
+
 def test_a_part_that_hangs_is_ended_and_one_that_passed_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hanging = Part("sleep", "hangs", ("json",), limit_s=0.3)
-    monkeypatch.setattr(command, "PARTS", {"sleep": hanging, "odd": Part("odd", "lacks", ("no_such_package",))})
+    hanging = Part("sleep", "hangs", "", ("json",), limit_s=0.3)
+    monkeypatch.setattr(command, "PARTS", {"sleep": hanging, "odd": Part("odd", "lacks", "", ("no_such_package",))})
     monkeypatch.setattr(command, "child_environment", lambda _: {"PATH": "/usr/bin:/bin"})
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    (tmp_path / "python").write_text("#!/bin/sh\nsleep 60 & sleep 60\n")
+    findings = '{"numbers": {"load_s": 0.2}, "reason": null}'
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho '{findings}' > \"$4\"\nsleep 60 & sleep 60\n")
     (tmp_path / "python").chmod(0o755)
     results = tmp_path / "results.json"
     assert call(monkeypatch, "--device", "cpu", "--folder", tmp_path, "--results", results) == 1
     (record,) = read_records(results)
     assert (record.passed, record.reason, record.card) == (False, "did not end within 0 s", "CPU")
+    assert record.numbers == {"load_s": 0.2}, "what it had measured is lost"
     assert "odd: not run: no_such_package cannot be imported" in capsys.readouterr().out
     merge(results, [replace(record, passed=True)])
     assert call(monkeypatch, "--device", "cpu", "--folder", tmp_path, "--results", results) == 3
     assert "sleep: passed before" in capsys.readouterr().out
-    assert call(monkeypatch, "--device", "cpu", "--folder", tmp_path, "--again", "--only", "sleep", "--minutes", 0) == 3
+    results.unlink()
+    soon = Part("sleep", "hangs", "", ("json",), least_s=0.0)
+    monkeypatch.setattr(command, "PARTS", {"sleep": soon})
+    words = ("--device", "cpu", "--folder", tmp_path, "--results", results)
+    assert call(monkeypatch, *words, "--minutes", 0.01) == 3
+    assert "sleep: not run: it was ended when no time was left" in capsys.readouterr().out
+    assert not results.exists(), "a part that had too little time has not failed"
+    assert call(monkeypatch, *words, "--minutes", -1) == 3
+    assert "sleep: not run: too little time is left" in capsys.readouterr().out
 
 
 def test_vllm_finds_our_plugin_without_an_installation(tmp_path: Path) -> None:

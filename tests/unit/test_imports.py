@@ -21,6 +21,7 @@ BUDGETS = {
     "gspo.coordinator.app": ENGINES | TABLES,
     "gspo.reward.__main__": ENGINES | TABLES | {"numpy"},
     "gspo.generation.__main__": ENGINES | TABLES | FACES | {"numpy"},
+    "gspo.gateway.__main__": ENGINES | TABLES | FACES | {"numpy"},
     "gspo.learner.__main__": ENGINES | TABLES | FACES | {"numpy"},
     "gspo.tracking.__main__": ENGINES | TABLES | FACES | {"numpy"},
     # Engines load in its children alone.

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from gspo.cli.dead_letters import app as dead_letter_app
+from gspo.cli.plan.plan_command import plan
 from gspo.cli.reward.subcommands import app as reward_app
 from gspo.common.errors import InputError
 
@@ -50,6 +51,9 @@ def run(
     config: Annotated[Path, typer.Argument(help="Configuration file, or with --resume a run directory.")],
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped or killed.")] = False,
     plain: Plain = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Use all nodes of the Slurm job of this batch script.")
+    ] = False,
 ) -> None:
     """Train a model: start Redis and the services, show the progress, write a report.
 
@@ -61,6 +65,10 @@ def run(
     """
     from gspo.cli.run.training import run as run_to_the_end
 
+    if slurm:
+        from gspo.cli.slurm.slurm_run import run_on_slurm
+
+        raise typer.Exit(run_on_slurm(config, resume=resume, console=Console()))
     raise typer.Exit(run_to_the_end(config, resume=resume, plain=plain, console=Console()))
 
 
@@ -157,7 +165,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.")]) -> N
 
     Example: [bold]gspo report runs/my-run[/]
     """
-    from gspo.cli.rundir.plan import check_run_dir
+    from gspo.cli.rundir.start import check_run_dir
 
     check_run_dir(run_dir)
     from gspo.cli.report.writer import write_report  # after the check: plotting takes a second to import
@@ -218,6 +226,9 @@ def doctor(
     raise typer.Exit(look(config, Console()))
 
 
+app.command()(plan)
+
+
 @app.command(name="eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="Model folder, or its name on a hub.")],
@@ -232,6 +243,9 @@ def evaluate(
     response_length: Annotated[int | None, typer.Option(help="Maximum length of an answer, in tokens.")] = None,
     limit: Annotated[int | None, typer.Option(help="Maximum number of prompts.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Of several sources of prompts in --config, the one that scores the answers.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File for the figures, as JSON.")] = None,
     plain: Plain = False,
 ) -> None:
@@ -245,6 +259,6 @@ def evaluate(
     from gspo.cli.run.evaluation import evaluate as measure
 
     spec = EvaluationSpec(
-        model, tuple(prompts), config, reward, answers, temperature, prompt_length, response_length, limit, seed
+        model, tuple(prompts), config, reward, answers, temperature, prompt_length, response_length, limit, seed, source
     )
     raise typer.Exit(measure(spec, out, plain=plain, console=Console()))

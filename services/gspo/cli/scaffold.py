@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from gspo.common.config.algorithm import fitting_clip
+from gspo.common.config.presets import fitting_clip
 from gspo.common.errors import InputError
 
 _TEMPLATES = Path(__file__).parent / "templates"

@@ -38,7 +38,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
     """Open the HTTP API, which shows the startup too, then read the prompts."""
     if service.options.evaluate and not service.config.evaluation.files:
         raise InputError("evaluation.prompts", "is not set, and it is what --evaluate measures on", "Set it")
-    views, rollouts = RunViews(service), RecentRollouts(service.redis, service.keys)
+    views, rollouts = RunViews(service), RecentRollouts(service.redis, service.keys, service.config.sources)
     service.http_api = BoundedBodies(make_http_api(service, views, rollouts), MAX_BODY_BYTES)
     training, held_out = await asyncio.to_thread(_read_prompts, service)
     scheduler = views.scheduler = EvaluationScheduler(service, held_out)
@@ -50,8 +50,8 @@ async def startup(service: Service) -> AsyncIterator[App]:
     yield App(main, background={"rollouts": rollouts.run}, sets_ready=True)
 
 
-def _read_prompts(service: Service) -> tuple[PromptSet | None, dict[str, PromptSet]]:
-    """Training prompts, unless this is only an evaluation, and held-out ones by file; runs in a thread."""
+def _read_prompts(service: Service) -> tuple[list[PromptSet] | None, dict[str, PromptSet]]:
+    """Training prompts by source, unless this is only an evaluation, and held-out ones by file; runs in a thread."""
 
     def progress(done: int, total: int) -> None:
         service.activity.set("busy", "reading prompts", f"({done} of {total} checked)")
@@ -60,6 +60,6 @@ def _read_prompts(service: Service) -> tuple[PromptSet | None, dict[str, PromptS
     tokenizer = load_tokenizer(service.config.model)
     training = None if service.options.evaluate else training_prompts(service.config, tokenizer, progress)
     held_out = held_out_prompts(service.config, tokenizer, progress)
-    if training is not None:
-        log.info("prompts", usable=len(training), skipped=training.num_skipped)
+    for prompts in training or ():
+        log.info("prompts", key=prompts.key, usable=len(prompts), skipped=prompts.num_skipped)
     return training, held_out

@@ -24,19 +24,20 @@ def check(config: Config) -> None:
     check_fits(config, coordinator_bytes(config), free_memory(), _MEMORY)
     tokenizer = load_tokenizer(config.model)
     training = training_prompts(config, tokenizer)
-    if training.num_skipped:
-        warn(f"data.prompts: {training.num_skipped} of {training.num_rows} prompts are too long and skipped")
+    for prompts in training:
+        if prompts.num_skipped:
+            warn(f"{prompts.key}: {prompts.num_skipped} of {prompts.num_rows} prompts are too long and skipped")
     held_out = held_out_prompts(config, tokenizer)
     check_answers_fit(config, max(map(len, held_out.values()), default=0), free_memory(), _MEMORY)
-    known = {hash(text) for text in training.texts()} if held_out else set()
-    for name, prompts in held_out.items():
-        _warn_of_overlap(config.evaluation.key_of(name), known, prompts)
+    known = {hash(text) for prompts in training for text in prompts.texts()} if held_out else set()
+    for prompts in held_out.values():
+        _warn_of_overlap(known, prompts)
 
 
-def _warn_of_overlap(key: str, trained_on: set[int], held_out: PromptSet) -> None:
+def _warn_of_overlap(trained_on: set[int], held_out: PromptSet) -> None:
     num_common = sum(hash(text) in trained_on for text in held_out.texts())
     if num_common:
         warn(
-            f"{key}: {num_common} of {len(held_out)} held-out prompts are also training prompts; "
+            f"{held_out.key}: {num_common} of {len(held_out)} held-out prompts are also training prompts; "
             "the evaluation would measure memorised answers. Take them out of one of the two files"
         )

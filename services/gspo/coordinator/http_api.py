@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -14,7 +14,9 @@ from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, ConfigDict, Field
 from redis.asyncio import Redis
 
+from gspo.common.config.sources import Source
 from gspo.common.service.app import Service
+from gspo.common.source_order import SourceOrder
 from gspo.common.streams.entries import word_of
 from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, list_instances
@@ -130,8 +132,10 @@ def _last_step(figures: Mapping[str, float]) -> dict[str, Any]:
 class RecentRollouts:
     """The newest scored rollouts of training; a sample of them where they are scored quickly."""
 
-    def __init__(self, redis: Redis, keys: Keys) -> None:
+    def __init__(self, redis: Redis, keys: Keys, sources: Sequence[Source]) -> None:
         self._redis, self._keys = redis, keys
+        self._source_names = [source.name for source in sources]
+        self._source_order = SourceOrder([source.weight for source in sources])
         self._seen: dict[bytes, dict[str, Any]] = {}
 
     async def run(self) -> None:
@@ -148,18 +152,20 @@ class RecentRollouts:
     async def _refresh(self, count: int) -> None:
         for entry, scored in readable(Scored, await newest_entries(self._redis, self._keys.scored, count)):
             if entry not in self._seen and scored.HasField("rollout"):
-                self._seen[entry] = _rollout_view(scored.rollout)
+                place = self._source_order.place(scored.rollout.rollout.group)
+                self._seen[entry] = _rollout_view(scored.rollout, self._source_names[place.source])
         newest = sorted(self._seen.items(), key=lambda item: [int(part) for part in item[0].split(b"-")], reverse=True)
         self._seen = dict(newest[:_KEPT])
 
 
-def _rollout_view(scored: ScoredRollout) -> dict[str, Any]:
+def _rollout_view(scored: ScoredRollout, source: str) -> dict[str, Any]:
     rollout, score = scored.rollout, scored.score
     versions = [version for version in rollout.version if version >= 0]
     return {
         "group": rollout.group,
         "number": rollout.number,
         "attempt": rollout.attempt,
+        "source": source,
         "prompt": rollout.prompt.text,
         "columns": json.loads(rollout.prompt.columns_json or "{}"),
         "text": rollout.text,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -11,9 +11,11 @@ from typing import TypeAlias
 from transformers import AutoTokenizer
 
 from gspo.common.config.schema import Config
+from gspo.common.host.machine import engine_cards
 from gspo.common.model.files import model_folder
 from gspo.common.network.grpc_server import GrpcApi
 from gspo.common.service.app import App, Service, run_app
+from gspo.generation.cards import cards_of
 from gspo.generation.check import check
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.engine.staging import PolicyCopies
@@ -46,17 +48,18 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
     folder = model_folder(config.model)
     activity.set("busy", "reading the weights")
     copies = await asyncio.to_thread(PolicyCopies.from_folder, folder, config.generation.dtype)
-    # The engine's processes import, load the model and answer a first request before it returns.
-    activity.set("busy", "starting vLLM", "and loading the model into it")
-    engine = await start_engine(config, folder)
-    try:
-        yield _app(service, folder, engine, copies)
-    finally:
-        await engine.stop()
-        copies.close()
+    async with cards_of(service):
+        # The engine's processes import, load the model and answer a first request before it returns.
+        activity.set("busy", "starting vLLM", "and loading the model into it")
+        engine = await start_engine(config, folder)
+        try:
+            yield _app(service, folder, engine, copies, await asyncio.to_thread(engine_cards, config.generation.engine))
+        finally:
+            await engine.stop()
+            copies.close()
 
 
-def _app(service: Service, folder: Path, engine: EngineLike, copies: PolicyCopies) -> App:
+def _app(service: Service, folder: Path, engine: EngineLike, copies: PolicyCopies, cards: Mapping[str, str]) -> App:
     config = service.config
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     environments = EnvironmentClient(service)
@@ -69,5 +72,5 @@ def _app(service: Service, folder: Path, engine: EngineLike, copies: PolicyCopie
         grpc=GrpcApi(
             SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
         ),
-        facts=servicer.facts,
+        facts=lambda: {**servicer.facts(), "cards": cards},
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from gspo.common.config.schema import Config
+from gspo.common.config.sources import Source
 from gspo.common.errors import ConfigError, InputError, warn
 from gspo.common.host.machine import (
     GIB,
@@ -13,6 +14,7 @@ from gspo.common.host.machine import (
     free_memory,
     visible_gpus,
     warn_of_float32,
+    warn_of_idle_gpus,
 )
 from gspo.common.model.files import max_positions, model_folder
 from gspo.generation.engine.arguments import check_engine_args
@@ -42,8 +44,9 @@ def check(config: Config) -> None:
     _check_length(config)
     _check_gpus(config)
     _check_memory(config)
-    if config.environment.used:
-        _check_chat_template(config)
+    for source in config.sources:
+        if source.environment.used:
+            _check_chat_template(config, source)
     if config.generation.engine:
         from gspo.generation.engine.startup import check_values  # here: importing vLLM takes seconds
 
@@ -53,7 +56,7 @@ def check(config: Config) -> None:
 def _check_places(config: Config) -> None:
     """Check the memory of vLLM's tables: a row of the longest rollout for each in-flight rollout."""
     algorithm, num_places = config.algorithm, config.generation.max_rollouts
-    needed = num_places * (algorithm.prompt_length + algorithm.response_length) * _PLACE_TOKEN_BYTES
+    needed = num_places * algorithm.longest_rollout * _PLACE_TOKEN_BYTES
     available = free_memory()
     if needed > available:
         raise InputError(
@@ -72,6 +75,8 @@ def _check_gpus(config: Config) -> None:
     degrees = {key: engine[key] for key in PARALLEL_ARGUMENTS if type(engine.get(key)) is int}
     num_needed = math.prod(degrees.values())
     if num_needed <= max(1, len(gpus)):
+        if gpus:
+            warn_of_idle_gpus("generation.engine.tensor_parallel_size", num_needed, gpus)
         return
     product = " times ".join(f"{key} {value}" for key, value in degrees.items())
     fix = f"Lower it to {len(gpus)}, or give this generator more GPUs"
@@ -83,7 +88,7 @@ def _check_gpus(config: Config) -> None:
 
 
 def _check_length(config: Config) -> None:
-    longest = config.algorithm.prompt_length + config.algorithm.response_length
+    longest = config.algorithm.longest_rollout
     known = max_positions(model_folder(config.model))
     if known is not None and longest > known:
         raise InputError(
@@ -93,13 +98,13 @@ def _check_length(config: Config) -> None:
         )
 
 
-def _check_chat_template(config: Config) -> None:
+def _check_chat_template(config: Config, source: Source) -> None:
     """Render an example observation by the chat template, and a tool's answer if there are tools."""
     from transformers import AutoTokenizer  # here: only conversations need it before the start
 
     from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError
 
-    folder, tools = model_folder(config.model), config.environment.descriptions
+    folder, tools = model_folder(config.model), source.environment.descriptions
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     if not tokenizer.chat_template and not tools:
         return
@@ -109,10 +114,10 @@ def _check_chat_template(config: Config) -> None:
         if tools:
             turns.between([{"role": "tool", "name": "a", "content": "a"}], "tool", None)
     except ObservationError as error:
-        problem = f"environment: an observation {error}"
+        problem = f"{source.environment_key}: an observation {error}"
         if tools:
             fix = "Correct chat_template in the model's tokenizer files"
-            raise InputError("environment.tools", problem, fix) from error
+            raise InputError(f"{source.environment_key}.tools", problem, fix) from error
         warn(f"{problem}; prompts of plain text need no chat template")
 
 

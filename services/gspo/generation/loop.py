@@ -104,7 +104,7 @@ class GenerationLoop:
 
     def _capacity(self, source: TaskSource) -> int:
         """Whole groups that fit into the engine: no task waits here while another generator is free."""
-        if time.monotonic() < self._too_old_until:
+        if self._engine.is_asleep or time.monotonic() < self._too_old_until:
             return 0
         num_running = self.num_running
         num_groups = max((self._max_rollouts - num_running) // source.group_size, 0 if num_running else 1)
@@ -114,7 +114,9 @@ class GenerationLoop:
         """Show what the leased tasks are doing."""
         activity, num_running = self._service.activity, self.num_running
         metrics.ROLLOUTS_RUNNING.set(num_running)
-        if any(not leased.awaits_weights for leased in self._leased):
+        if self._engine.is_asleep:
+            activity.set("waiting", "cards", "the learner has them")
+        elif any(not leased.awaits_weights for leased in self._leased):
             what = "draining" if self._service.stopping.is_set() else "generating"
             activity.set("busy", what, f"{num_running} rollouts")
         elif self._leased:

@@ -1,15 +1,16 @@
 """Takes pushed weights: fence, staging, digest, and only then the load. One push at a time.
 
-A push that is late, broken or refused changes nothing. A load that has begun ends, even if the call is cancelled.
-`servicer.py` has the call.
+A push that is late, broken or refused changes nothing. A load that has begun ends, even if the call is cancelled. On
+shared cards the learner also puts the engine to sleep here, between two pushes, and a push wakes it.
+`servicer.py` has the calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypeVar
 
@@ -17,11 +18,12 @@ import grpc
 import structlog
 
 from gspo.common.service.app import Service
+from gspo.common.streams.card_shift import CardShift
 from gspo.common.telemetry import metrics
 from gspo.common.weights import Packed, TimeLimit
 from gspo.generation.engine.api import EngineBrokenError, EngineLike
 from gspo.generation.engine.staging import PolicyCopies, StagingError
-from gspo_proto.generation_pb2 import PushHeader, PushResult, TensorFrame, WeightFrame
+from gspo_proto.generation_pb2 import PushHeader, PushResult, SleepRequest, TensorFrame, WeightFrame
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -44,8 +46,8 @@ class Fence:
     epoch: int = 0
     learner: str = ""
 
-    def admits(self, header: PushHeader) -> bool:
-        """Whether a push is of the accepted learner, or of one with a higher epoch."""
+    def admits(self, header: PushHeader | SleepRequest) -> bool:
+        """Whether a call is of the accepted learner, or of one with a higher epoch."""
         return header.epoch > self.epoch or (header.epoch, header.learner) == (self.epoch, self.learner)
 
 
@@ -67,6 +69,7 @@ class Receiver:
         self._service, self._engine, self._copies, self._on_loaded = service, engine, copies, on_loaded
         self._config = service.config.generation
         self.fence = Fence()
+        self._shift = CardShift(service.redis, service.keys) if service.config.placement == "shared" else None
         self._load_limit = TimeLimit(self._config.push_timeout_s, _FIRST_LOAD_BYTES_S)
         self._lock = asyncio.Lock()
         self._staging: asyncio.Timeout | None = None
@@ -83,8 +86,8 @@ class Receiver:
             limit_s: Time until the call's deadline, by which everything must be staged; None where it has none.
 
         Raises:
-            PushRefusedError: The push is not for this generator, is late or without a deadline, comes from a replaced
-                learner, or is not what its header says.
+            PushRefusedError: The push is not for this generator, is late or without a deadline, or is not what its
+                header says. Or it comes from a replaced learner, or in the learner's shift.
             StagingError: A frame does not fit this model.
             LoadFailedError: The weights did not load; the old ones are back.
             EngineBrokenError: There is no engine any more.
@@ -99,6 +102,7 @@ class Receiver:
         self._check_fence(header)
         async with self._lock:
             self._check_fence(header)
+            await self._check_shift()
             if header.base_digest and header.base_digest != self.digest:
                 raise _precondition(
                     f"the changes are to {header.base_digest[:12]} and {self.digest[:12]} is here; push every element"
@@ -106,6 +110,29 @@ class Receiver:
             digest = await self._stage(header, frames, go_ahead, began + limit_s)
             staged_s = time.monotonic() - began
             return await _uncancelled(self._switch(header, digest, staged_s))
+
+    async def sleep(self, request: SleepRequest) -> None:
+        """Put the engine to sleep, after a push that is being taken; weights then wait for the generators' shift.
+
+        Raises:
+            PushRefusedError: The learner was replaced, or is of another run. Or this engine has no sleep mode.
+            EngineBrokenError: There is no engine any more.
+        """
+        self._check_run(request)
+        if self._shift is None:
+            raise _precondition(
+                "this generator has cards of its own (placement: split), and its engine no sleep mode: learner and "
+                "generators need the same placement"
+            )
+        self._check_fence(request)
+        async with self._lock:
+            self._check_fence(request)
+            await _uncancelled(self._sleep())
+
+    async def _sleep(self) -> None:
+        with self._ending_if_broken():
+            await self._engine.sleep(on_update=self._config.on_update, timeout_s=self._config.push_timeout_s)
+        log.info("engine_asleep", serving=self._engine.version)
 
     async def _stage(
         self,
@@ -157,17 +184,14 @@ class Receiver:
 
     async def _switch(self, header: PushHeader, digest: str, staged_s: float) -> PushResult:
         with self._service.activity.doing("loading weights", f"version {header.version}"):
-            try:
-                times = await self._engine.load(
-                    header.version,
-                    self._copies,
-                    on_update=self._config.on_update,
-                    timeout_s=self._load_limit.seconds(header.num_bytes),
-                )
-            except EngineBrokenError as error:
-                if not self.broken.done():
-                    self.broken.set_result(str(error))
-                raise
+            limit_s = self._load_limit.seconds(header.num_bytes)
+            with self._ending_if_broken():
+                if self._engine.is_asleep:
+                    times = await self._engine.wake(header.version, self._copies, timeout_s=limit_s)
+                else:
+                    times = await self._engine.load(
+                        header.version, self._copies, on_update=self._config.on_update, timeout_s=limit_s
+                    )
         self._load_limit.record(header.num_bytes, times.load_s)
         self.digest = digest
         metrics.GENERATOR_VERSION.set(header.version)
@@ -176,12 +200,27 @@ class Receiver:
         log.info("version_loaded", version=header.version, digest=digest[:12], stage_s=round(staged_s, 4))
         return PushResult(version=header.version, digest=digest, stage_s=staged_s, **asdict(times))
 
-    def _check_fence(self, header: PushHeader) -> None:
-        """Accept a learner of a higher epoch from its first header on, and end an older learner's push."""
+    @contextmanager
+    def _ending_if_broken(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineBrokenError as error:
+            if not self.broken.done():
+                self.broken.set_result(str(error))
+            raise
+
+    async def _check_shift(self) -> None:
+        """Refuse weights while the learner has the cards: an engine that wakes would take its memory."""
+        shift = await self._shift.read() if self._shift else None
+        if shift and shift.side == "learning":
+            raise _precondition(f"the learner has the cards ({shift.purpose}); weights come after its shift")
+
+    def _check_fence(self, header: PushHeader | SleepRequest) -> None:
+        """Accept a learner of a higher epoch from its first call on, and end an older learner's push."""
         if not self.fence.admits(header):
             raise PushRefusedError(
                 grpc.StatusCode.PERMISSION_DENIED,
-                f"this generator accepts learner {self.fence.learner} of epoch {self.fence.epoch}; this push is of "
+                f"this generator accepts learner {self.fence.learner} of epoch {self.fence.epoch}; this call is of "
                 f"learner {header.learner} of epoch {header.epoch}",
             )
         if header.epoch > self.fence.epoch:
@@ -190,9 +229,8 @@ class Receiver:
                 self._staging.reschedule(asyncio.get_running_loop().time())
 
     def _check_model(self, header: PushHeader) -> None:
-        config, num_bytes = self._service.config, self._copies.num_bytes
-        if header.run != config.name:
-            raise _precondition(f"this generator is of run {config.name}, not {header.run}")
+        self._check_run(header)
+        num_bytes = self._copies.num_bytes
         if header.dtype != self._config.dtype:
             raise _precondition(f"this generator serves {self._config.dtype}, not {header.dtype}")
         # Fewer are no mismatch: a folder may hold tensors that the architecture ignores. The engine refuses the others.
@@ -201,6 +239,10 @@ class Receiver:
                 f"the push has {header.num_tensors} tensors of {header.num_bytes} bytes, and the model folder of this "
                 f"generator {len(self._copies.places)} of {num_bytes}: sender and receiver hold different models"
             )
+
+    def _check_run(self, header: PushHeader | SleepRequest) -> None:
+        if header.run != (run := self._service.config.name):
+            raise _precondition(f"this generator is of run {run}, not {header.run}")
 
 
 def _precondition(reason: str) -> PushRefusedError:

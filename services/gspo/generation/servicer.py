@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -19,12 +20,17 @@ from gspo.generation.loop import GenerationLoop
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
 from gspo.generation.rollout.in_flight import InFlightRollout
+from gspo.generation.token_stream import stream_tokens
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import (
     DescribeRequest,
     GenerateRequest,
     GeneratorDescription,
     PushResult,
+    SampledTokens,
+    SampleRequest,
+    SleepReply,
+    SleepRequest,
     WeightFrame,
 )
 from gspo_proto.rollout_pb2 import GroupTask, Rollout
@@ -53,6 +59,7 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
             "epoch": self._receiver.fence.epoch,
             "max_rollouts": self._service.config.generation.max_rollouts,
             "num_running": self._loop.num_running,
+            "asleep": self._engine.is_asleep,
         }
 
     async def wait_until_broken(self) -> None:
@@ -86,10 +93,21 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
             for driving in rollouts:
                 driving.cancel()
 
+    async def Sample(self, request: SampleRequest, context: Context) -> AsyncIterator[SampledTokens]:
+        """Tokens behind a context, in pieces as they are sampled."""
+        try:
+            async with aclosing(stream_tokens(self._engine, request)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except (RolloutAbortedError, EngineBrokenError) as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
     def _limit_tokens(self, task: GroupTask) -> GroupTask:
         """The task, limited to the tokens that the engine has places for."""
         algorithm = self._service.config.algorithm
-        places = algorithm.prompt_length + algorithm.response_length - len(task.prompt.token_ids)
+        places = algorithm.longest_rollout - len(task.prompt.token_ids)
         if 0 < places < task.sampling.max_tokens:
             task.sampling.max_tokens = places
         return task
@@ -107,6 +125,15 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
             raise
         metrics.PUSHES_RECEIVED.labels("loaded").inc()
         return result
+
+    async def Sleep(self, request: SleepRequest, context: Context) -> SleepReply:
+        """Give the cards to the learner until the next push."""
+        try:
+            await self._receiver.sleep(request)
+        except (PushRefusedError, EngineBrokenError) as error:
+            log.warning("sleep_refused", reason=str(error))
+            await context.abort(_status(error), str(error))
+        return SleepReply()
 
     async def Describe(self, request: DescribeRequest, context: Context) -> GeneratorDescription:
         """Version, digest, dtype and number of rollouts of this generator."""

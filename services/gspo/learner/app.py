@@ -16,12 +16,14 @@ from typing import Any
 import grpc
 
 from gspo.common.config.schema import Config
-from gspo.common.model.files import model_folder
+from gspo.common.model.files import model_folder, read_model_files
 from gspo.common.network.grpc_server import GrpcApi
 from gspo.common.service.app import App, Service, run_app
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
 from gspo.learner.loop import Learner
+from gspo.learner.push.copy_memory import CopyMemory
+from gspo.learner.push.shifts import LearnerShifts, ShiftStoppedError
 from gspo.learner.recovery import recover
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
@@ -76,22 +78,43 @@ class _Startup:
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             model = model_folder(config.model)
+            files = read_model_files(model, allow_pickle=config.model.allow_pickle)
+            memory = CopyMemory(config, files)
+            keeps_copies, keeps_states = memory.holds_next_version(), memory.holds_checkpoint()
+            shifts = LearnerShifts(service, run_dir.epoch, executor)
+            try:
+                await shifts.begin("loading the model")
+            except ShiftStoppedError:
+                raise asyncio.CancelledError from None
             recovered = await asyncio.get_running_loop().run_in_executor(
                 executor, recover, config, model, run_dir, service.activity, self._start_trainer
             )
-            learner = Learner(service, run_dir, recovered, executor, self._disk)
+            shifts.trainer = recovered.trainer
+            learner = Learner(
+                service,
+                run_dir,
+                recovered,
+                executor,
+                self._disk,
+                shifts,
+                keeps_copies=keeps_copies,
+                keeps_states=keeps_states,
+            )
+            # With it goes the last reference to the first policy, once there is a newer one.
+            del recovered
             position = await Events(service.redis, service.keys, service.options.name).newest()
             trackers = Trackers(config.tracking, run_dir.path)
             try:
-                yield _app(service, learner, trackers, position)
+                yield _app(service, learner, trackers, position, shifts)
             finally:
+                await learner.checkpoints.close()
                 await trackers.finish()
             await learner.trainer.release_ranks()
         finally:
             await asyncio.to_thread(executor.shutdown, cancel_futures=True)
 
 
-def _app(service: Service, learner: Learner, trackers: Trackers, position: bytes) -> App:
+def _app(service: Service, learner: Learner, trackers: Trackers, position: bytes, shifts: LearnerShifts) -> App:
     async def stop_on_request() -> None:
         await service.stopping.wait()
         learner.stop("the learner was asked to end")
@@ -104,6 +127,7 @@ def _app(service: Service, learner: Learner, trackers: Trackers, position: bytes
             "events": lambda: learner.watch_events(position),
             "trackers": trackers.run,
             "stop": stop_on_request,
+            "shift": shifts.keep,
             "ranks": lambda: learner.trainer.send_rank_heartbeats(service.config.learner.rank_timeout_s),
         },
         grpc=GrpcApi(

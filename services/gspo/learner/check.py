@@ -1,4 +1,7 @@
-"""The learner's check of a configuration and of the machine: milliseconds, without torch, DeepSpeed or a model."""
+"""The learner's check of a configuration and of the machine: milliseconds, without torch, DeepSpeed or a model.
+
+A loss of the user's own takes seconds more: a process of its own tries it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from gspo.common.host.machine import (
     shared_memory,
     visible_gpus,
     warn_of_float32,
+    warn_of_idle_gpus,
 )
 from gspo.common.model.files import (
     ALL_LINEAR,
@@ -27,16 +31,14 @@ from gspo.common.model.files import (
     model_folder,
     read_model_files,
 )
-from gspo.common.model.memory_needs import (
-    FLOAT32_BYTES,
-    check_fits,
-    host_bytes,
-    layers_of,
-    learner_bytes,
-    snapshot_bytes,
-    training_bytes,
-)
-from gspo.learner.ranks.launcher import is_launched, num_local_ranks, num_ranks
+from gspo.common.model.heads import heads_divide, shares_lines
+from gspo.common.model.memory_needs import check_fits, learner_bytes
+from gspo.common.model.mixtures import has_experts, replays_experts
+from gspo.common.model.teacher_files import check_same_tokens, naming_teacher, read_teacher_files, teacher_folder
+from gspo.common.model.trained_parameters import layers_of, trained_size
+from gspo.common.planning.memory import learner_host_bytes
+from gspo.learner.objective.loss_file import check_own_loss
+from gspo.learner.ranks.launcher import is_launched, num_local_ranks, num_ranks, own_rank
 from gspo.learner.trackers import check_trackers
 from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import check_gpu_memory
@@ -61,16 +63,41 @@ def check(config: Config) -> None:
     _check_ranks(config)
     folder = model_folder(config.model)
     files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
+    _check_model(config, folder, files)
+    _check_routing(config, files.config)
+    _check_adapters(config.learner, folder, files)
+    if config.teacher.used:
+        _check_teacher(config, folder, files)
+    _check_memory(config, files)
+    if not own_rank():
+        check_own_loss(config)
+
+
+def _check_model(config: Config, folder: Path, files: ModelFiles) -> None:
     _check_kind(config, files.config)
+    _check_shared_lines(config.learner, files.config)
     _check_lengths(config, files.config)
     _check_vocabulary(folder, files)
     _check_shapes(folder, files)
-    _check_adapters(config.learner, folder, files)
-    _check_memory(config, files)
+
+
+def _check_teacher(config: Config, policy: Path, files: ModelFiles) -> None:
+    """The teacher is a model that the learner loads, and reads every token that the policy may sample."""
+    folder, teacher = teacher_folder(config), read_teacher_files(config)
+    with naming_teacher():
+        _check_model(config.with_teacher_as_model(), folder, teacher)
+    check_same_tokens(policy, folder)
+    rows, known = (_text_config(model.config).get("vocab_size") for model in (files, teacher))
+    if isinstance(rows, int) and isinstance(known, int) and known < rows:
+        raise InputError(
+            "teacher.path",
+            f"{folder} has a vocabulary of {known} rows, and the policy may sample {rows} token ids",
+            "Take a teacher with as many rows, or resize its embeddings",
+        )
 
 
 def _check_lengths(config: Config, model: Mapping[str, Any]) -> None:
-    longest = config.algorithm.prompt_length + config.algorithm.response_length
+    longest = config.algorithm.longest_rollout
     if config.micro_batch_tokens < longest:
         raise InputError(
             "learner.micro_batch_tokens",
@@ -172,7 +199,7 @@ def _check_stacked(learner: LearnerConfig, stacked: set[str]) -> None:
 def _check_ranks(config: Config) -> None:
     """Every rank has a device of its own, and every optimizer step has the same work for each."""
     ranks = num_ranks(config)
-    if is_launched() and config.learner.ranks not in (0, 1, num_local_ranks()):
+    if is_launched() and config.learner.ranks not in (0, 1, num_local_ranks(), ranks):
         raise InputError(
             "learner.ranks",
             f"{config.learner.ranks} differs from the {num_local_ranks()} rank(s) that the launcher started here",
@@ -186,6 +213,8 @@ def _check_ranks(config: Config) -> None:
         raise InputError(
             "learner.ranks", f"{here} ranks need a GPU each, and {len(gpus)} can be seen", f"Set it to {len(gpus)}"
         )
+    if gpus and (is_launched() or config.learner.ranks):
+        warn_of_idle_gpus("learner.ranks", here, gpus)
     if gpus and here > 1 and (shared_bytes := shared_memory()) < here * _SHARED_A_RANK:
         raise InputError(
             "learner.ranks",
@@ -193,15 +222,72 @@ def _check_ranks(config: Config) -> None:
             f"{here * _SHARED_A_RANK >> 20}",
             "Give the container more: shm_size in Compose, a memory-backed emptyDir on Kubernetes, docker --shm-size",
         )
-    algorithm = config.algorithm
-    if algorithm.num_rollouts % (algorithm.num_mini_batches * ranks):
+    shared = config.learner.sequence_ranks
+    # Ranks that the user starts by hand are counted once a launcher has started them.
+    if (is_launched() or config.learner.ranks) and ranks % shared:
+        raise InputError(
+            "learner.sequence_ranks",
+            f"{shared} does not divide {ranks} rank(s) into groups (learner.ranks)",
+            f"Set it to a divisor of {ranks}, or start a multiple of {shared} ranks",
+        )
+    algorithm, num_groups = config.algorithm, max(1, ranks // shared)
+    if not algorithm.divides_over(num_groups):
         raise InputError(
             "algorithm.rollout_batch_size",
             f"{algorithm.rollout_batch_size} groups of {algorithm.num_return_sequences_in_group} are "
             f"{algorithm.num_rollouts} rollouts, which {algorithm.num_mini_batches} mini-batches (num_mini_batches) on "
-            f"{ranks} rank(s) do not divide",
-            f"Choose them so that the rollouts are a multiple of {algorithm.num_mini_batches * ranks}",
+            f"{num_groups} {'rank(s)' if shared == 1 else f'group(s) of {shared} ranks (learner.sequence_ranks)'} do "
+            "not divide",
+            f"Choose them so that the rollouts are a multiple of {algorithm.num_mini_batches * num_groups}",
         )
+
+
+def _check_shared_lines(learner: LearnerConfig, model: Mapping[str, Any]) -> None:
+    """Ranks share packed lines, and share out their heads; config.json says whether the model takes both."""
+    shared, facts = learner.sequence_ranks, _text_config(model)
+    if shared == 1:
+        return
+    if not learner.packing:
+        raise InputError(
+            "learner.packing",
+            f"false, but the lines that {shared} ranks share (learner.sequence_ranks) are packed",
+            "Set it to true",
+        )
+    kind = str(model.get("model_type"))
+    if not shares_lines(kind, facts.get("layer_types")):
+        raise InputError(
+            "learner.sequence_ranks",
+            f"{shared} ranks cannot share a line of packed rollouts: a model of type {kind} would mix them, or attends "
+            "in a way of its own (docs/models.md)",
+            "Set it to 1, or take another model",
+        )
+    # GPT-2 and its kin have a name of their own for it.
+    heads = facts.get("num_attention_heads") or facts.get("n_head")
+    key_heads = facts.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(key_heads, int):
+        return
+    fitting = [number for number in range(1, heads + 1) if heads_divide(heads, key_heads, number)]
+    if shared not in fitting:
+        raise InputError(
+            "learner.sequence_ranks",
+            f"{shared} ranks cannot share out the {heads} query heads of the model evenly, with their {key_heads} "
+            "heads of keys and values",
+            f"Set it to one of {', '.join(map(str, fitting))}",
+        )
+
+
+def _check_routing(config: Config, model: Mapping[str, Any]) -> None:
+    """Experts are replayed in a mixture alone, and config.json says whether the model is one."""
+    if config.algorithm.routing_replay == "none":
+        return
+    kind = str(model.get("model_type"))
+    if not replays_experts(kind):
+        reason = f"a model of type {kind} chooses its experts in a way that cannot be replayed (docs/moe.md)"
+    elif not has_experts(_text_config(model)):
+        reason = f"routing_replay has no effect: the model ({config.model.path}) has no experts"
+    else:
+        return
+    raise InputError("algorithm.routing_replay", f"{config.algorithm.routing_replay}, but {reason}", "Set it to none")
 
 
 def _check_vocabulary(folder: Path, files: ModelFiles) -> None:
@@ -217,14 +303,12 @@ def _check_vocabulary(folder: Path, files: ModelFiles) -> None:
 
 
 def _check_memory(config: Config, files: ModelFiles) -> None:
-    on_device, on_host = training_bytes(config, files, num_ranks(config))
     ranks_here = num_local_ranks() if is_launched() else num_ranks(config)
-    if gpus := visible_gpus()[:ranks_here]:
-        # Every rank loads the whole policy before ZeRO 3 spreads it.
-        most = max(on_device, FLOAT32_BYTES * files.num_parameters)
-        check_gpu_memory(config, int(most), gpus, generators_per_gpu(gpus))
-    a_rank = host_bytes(files, (on_device, on_host), on_gpu=bool(gpus))
-    needed = a_rank * ranks_here + snapshot_bytes(config, files)
+    gpus = visible_gpus()[:ranks_here]
+    size = trained_size(config, files)
+    if gpus:
+        check_gpu_memory(config, size, num_ranks(config), gpus, generators_per_gpu(gpus))
+    needed = learner_host_bytes(config, size, num_ranks(config), ranks_here, on_gpu=bool(gpus))
     available = free_memory()
     if needed > available:
         raise InputError(
@@ -232,6 +316,7 @@ def _check_memory(config: Config, files: ModelFiles) -> None:
             f"training {files.num_parameters / 1e6:,.0f} M parameters takes {needed / GIB:.1f} GiB of this machine's "
             f"memory for {'loading and keeping weights' if gpus else 'weights, gradients and optimizer'}"
             f"{', and the reference' if config.algorithm.needs_reference and not gpus else ''}"
+            f"{f', with a teacher of {size.num_teacher / 1e6:,.0f} M' if size.num_teacher else ''}"
             f"{f', on {ranks_here} ranks' if ranks_here > 1 else ''}; "
             f"{available / GIB:.1f} GiB are available",
             "Use a smaller model or a machine with more memory",

@@ -38,7 +38,9 @@ class EvaluationGate:
     def __init__(self, config: Config, run_dir: RunDir, activity: Activity) -> None:
         self._config, self._run_dir, self._activity = config, run_dir, activity
         self._figure = config.best_figure
-        self._best = BestVersion(run_dir.path, self._figure.figure, run_dir.scores) if self._figure else None
+        self._best: BestVersion | None = None
+        if self._figure is not None:
+            self._best = BestVersion(run_dir.path, self._figure.figure, run_dir.scores(self._figure.weights))
         self._recorded = asyncio.Event()
         self.recorded_unix_s = 0.0
 
@@ -50,16 +52,26 @@ class EvaluationGate:
     async def record(self, done: EvaluationDone) -> None:
         """Record an evaluation, and keep its version if it is the best."""
         await asyncio.to_thread(self._run_dir.append_evaluation, done)
-        if self._best is not None and self._figure is not None and done.file == self._figure.file:
-            score = done.score if done.HasField("score") else None
-            await asyncio.to_thread(self._best.record_score, done.version, score)
+        if self._best is not None and self._figure is not None and done.file in self._figure.weights:
+            labels = {evaluation_label(done.version, file) for file in self._figure.weights}
+            if labels <= self._run_dir.evaluations.keys():
+                score = self._run_dir.scores(self._figure.weights).get(done.version)
+                await asyncio.to_thread(self._best.record_score, done.version, score)
         self.recorded_unix_s = time.time()
         self._recorded.set()
 
+    def is_candidate(self, version: int, *, last: bool = False) -> bool:
+        """Whether a version will be measured and may be kept: that of the start, one between two steps, or the last."""
+        return self._best is not None and (last or version == 0 or self._config.is_measured(version))
+
     def save_candidate(self, version: int, write: Callable[[Path], None], *, last: bool = False) -> None:
-        """Save a version that will be measured: that of the start, one between two steps, or the `last`."""
-        if self._best is not None and (last or version == 0 or self._config.is_measured(version)):
+        """Save a version if it `is_candidate`."""
+        if self._best is not None and self.is_candidate(version, last=last):
             self._best.save_candidate(version, write)
+
+    def holds(self, version: int) -> bool:
+        """Whether the version after this one has to wait for its evaluations."""
+        return bool(self._missing(version))
 
     async def wait(self, version: int, stopped: Callable[[], bool]) -> None:
         """Wait until all evaluations of a version between two steps are recorded."""

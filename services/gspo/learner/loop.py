@@ -1,5 +1,11 @@
 """The learner's loop: assemble, log, acknowledge, train, record, publish; a checkpoint now and then.
 
+A step ends with a copy of its weights. If the memory allows, the copy becomes a version beside the next step's
+training: its digest is recorded and its push begins. The order of these stays, and every checkpoint, saved model and
+record of the next step waits for the version's own record. A checkpoint is copied between two steps and written beside
+the next ones. On shared cards a shift of the learner lasts from before the training to the whole checkpoint, and the
+push begins after it.
+
 consumes: batches (intake.py) and the events StopRequested, PromptsExhausted, EvaluationDone, Finished.
 produces: step files, log/policy.jsonl, pushes, VersionLive, StepDone, TrainingDone. Its parts produce settlements and
 checkpoints.
@@ -9,11 +15,14 @@ waits for: complete groups, unblocked by reward. At the end for Finished, unbloc
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import structlog
+from torch import Tensor
 
 from gspo.common.service.app import Service
 from gspo.common.streams.entries import body_of
@@ -23,15 +32,21 @@ from gspo.learner.assembly.assembler import Batch
 from gspo.learner.checkpointing import CheckpointWriter
 from gspo.learner.evaluation_gate import EvaluationGate
 from gspo.learner.intake import Intake
-from gspo.learner.push.policy_weights import PolicyWeights
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.push.publisher import Publisher
+from gspo.learner.push.shifts import LearnerShifts, ShiftStoppedError
 from gspo.learner.recovery import RecoveredState
 from gspo.learner.run_end import RunEndCondition, RunFailedError
 from gspo.learner.step_report import StepClock, StepPhase, StepReport
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.trainer_thread import TrainerThread
-from gspo.learner.training.trainer_api import NotFiniteError, configured_hyperparameters
+from gspo.learner.training.trainer_api import (
+    Hyperparameters,
+    NotFiniteError,
+    TrainResult,
+    configured_hyperparameters,
+)
 from gspo_proto.learner_pb2 import CheckpointReply, GroupRange, ProgressReply
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
@@ -61,6 +76,9 @@ class Learner:
         recovered: Trainer and assembler, in the state after the last logged step.
         executor: The one thread in which the trainer was started.
         disk: Waits for free disk space for checkpoints and exported models.
+        shifts: The learner's on shared cards, in the first of which the trainer was started.
+        keeps_copies: Whether the memory holds a version that is made while the next step trains.
+        keeps_states: Whether it also holds the states of a checkpoint that is written meanwhile.
     """
 
     def __init__(
@@ -70,20 +88,42 @@ class Learner:
         recovered: RecoveredState,
         executor: ThreadPoolExecutor,
         disk: DiskSpace,
+        shifts: LearnerShifts,
+        *,
+        keeps_copies: bool,
+        keeps_states: bool,
     ) -> None:
         self._service, self._run_dir, self._notices = service, run_dir, recovered.notices
         self._events = Events(service.redis, service.keys, service.options.name, epoch=run_dir.epoch)
         self._clock = StepClock(service.traces)
         self._end = RunEndCondition(service.config.run)
         self._gate = EvaluationGate(service.config, run_dir, service.activity)
-        self._report = StepReport(service.config, run_dir, self._events)
-        self._groups_in_training: tuple[int, ...] = ()
-        self.trainer = TrainerThread(recovered.trainer, executor, disk, run_dir.path)
-        self.publisher = Publisher(service, run_dir.epoch, self._announce_live)
+        self._trained_s = run_dir.trained_s
+        # Without a lag no step begins before the version is served.
+        self._is_beside = keeps_copies and service.config.staleness.max_lag > 0
+        # Step -> its groups, until its version is on record.
+        self._groups_in_training: dict[int, tuple[int, ...]] = {}
+        # Makes the version of the step before, publishes and reports it.
+        self._finishing: asyncio.Task[None] | None = None
+        self._shifts = shifts
+        shifts.is_stopped = lambda: self._end.is_stopped
+        self.trainer = TrainerThread(recovered.trainer, shifts, executor, disk, run_dir.path, keeps_copies=keeps_copies)
+        self.publisher = Publisher(service, run_dir.epoch, self._announce_live, shifts)
+        self._report = StepReport(
+            service.config, run_dir, self._events, self.trainer.cards, lambda: self.publisher.generator_cards
+        )
         self.intake = Intake(service, run_dir, recovered.assembler, self.publisher, self._end, self._events)
         self.checkpoints = CheckpointWriter(
-            service, run_dir, self.trainer, recovered.assembler.moments, self._events, self._clock
+            service,
+            run_dir,
+            self.trainer,
+            recovered.assembler.moments,
+            self._events,
+            self._clock,
+            is_beside=keeps_states,
+            on_end=self.intake.wake,
         )
+        self._trained_version = recovered.weights.version
         self._make_newest(recovered.weights)
 
     async def run(self) -> None:
@@ -91,33 +131,45 @@ class Learner:
         try:
             await self._start()
             while not (reason := self._reason_to_end()):
-                batch = await self.intake.next_batch(self._newest.version, self._is_interrupted)
+                self.checkpoints.raise_error()
+                batch = await self.intake.next_batch(self._trained_version, self._is_interrupted)
                 if batch is not None:
                     await self._step(batch)
-                await self.checkpoints.write_if_due(self._newest.version)
+                if batch is None or self.checkpoints.is_due(self._trained_version):
+                    await self._finish_step()
+                if self.checkpoints.is_due(self._trained_version):
+                    await self.checkpoints.write(self._trained_version)
+                if not self._reason_to_end():
+                    await self._end_shift()
             await self._finish(reason)
+        except ShiftStoppedError as stopped:
+            # A resume trains the step that is logged, from the newest checkpoint on.
+            log.warning("stopped_without_cards", reason=str(stopped))
+            self._end.finish_training(self._reason_to_end())
+            await self._announce_end()
         except (RunFailedError, NotFiniteError) as error:
             log.error("run_failed", reason=str(error))
             await self._events.send(Event(finished=Finished(reason=str(error), end=RUN_END_FAILED)))
+        finally:
+            if self._finishing is not None:
+                self._finishing.cancel()
 
     async def _start(self) -> None:
         await self._save_candidate()
-        self._publish()
+        self._publish(self._newest)
+        await self._shifts.end()
         self._service.problems.clear()
         metrics.STEP_TIMESTAMP.set_to_current_time()
-        log.info(
-            "learner_ready",
-            version=self._newest.version,
-            digest=self._newest.digest[:12],
-            epoch=self._run_dir.epoch,
-        )
+        newest = self._newest
+        log.info("learner_ready", version=newest.version, digest=newest.digest[:12], epoch=self._run_dir.epoch)
 
     def _reason_to_end(self) -> str:
-        return self._end.reason(self._newest.version, self._report.trained_s)
+        return self._end.reason(self._trained_version, self._trained_s)
 
     def _is_interrupted(self) -> bool:
-        """Whether the run's end or a request for a checkpoint comes before the next batch."""
-        return bool(self._reason_to_end()) or self.checkpoints.is_requested
+        """Whether the run's end, a request for a checkpoint, or something that failed comes before the next batch."""
+        has_failed = self._finishing is not None and self._finishing.done() and bool(self._finishing.exception())
+        return has_failed or self.checkpoints.has_failed or bool(self._reason_to_end()) or self.checkpoints.is_requested
 
     async def _step(self, batch: Batch) -> None:
         """Log, acknowledge, train, record, publish: in this order, so that a kill anywhere loses nothing."""
@@ -128,41 +180,122 @@ class Learner:
             live_unix_s=self.publisher.live_unix_s,
             evaluated_unix_s=self._gate.recorded_unix_s,
         )
-        self._groups_in_training = batch.groups
+        self._groups_in_training[step] = batch.groups
         with activity.doing("logging", f"step {step}"):
             await asyncio.to_thread(self._run_dir.write_step, step, batch.rows)
             await self.intake.acknowledge(batch.groups)
         self._clock.end_phase(StepPhase.LOG)
+        if self._shifts.are_needed:
+            # The evaluation of the served version needs the engines.
+            await self._hold(step)
+            await self._shifts.begin(f"step {step}")
+            self._clock.end_phase(StepPhase.SHIFT)
         with activity.doing("training", f"step {step}, {len(batch.rows)} rollouts"):
             hyperparameters = configured_hyperparameters(self._service.config, step)
-            trained = await self.trainer.train(step, batch.rows, hyperparameters)
-            await self._report.report_not_applied(step, trained.not_applied)
-        self._clock.end_phase(StepPhase.TRAIN)
+            trained = await self._train(batch, hyperparameters)
+        is_awaited = self._is_version_awaited(step)
         with activity.doing("making version", str(step)):
-            weights = await self.trainer.weights(step)
-            await asyncio.to_thread(
-                self._run_dir.append_version, step, weights.digest, weights.dtype, asdict(hyperparameters)
-            )
-            self._make_newest(weights)
+            # Then there is memory for a copy: of the earlier versions only the newest is still whole.
+            await self.publisher.wait_until_packed()
+            making = asyncio.create_task(self._make_version(step, await self.trainer.policy(), hyperparameters))
+            if is_awaited:
+                await making
         self._clock.end_phase(StepPhase.MAKE_VERSION)
+        await self._hold(step)
+        figures = trained.metrics | self._clock.end_step(step) | self.intake.untrained.take_metrics()
+        self._trained_version, self._trained_s = step, self._trained_s + figures["step_s"]
+        self._finishing = asyncio.create_task(self._publish_step(batch, making, figures, is_beside=not is_awaited))
+        self._finishing.add_done_callback(lambda _: self.intake.wake())
+        if is_awaited:
+            await self._finish_step()
+            await self._save_candidate()
+
+    async def _train(self, batch: Batch, hyperparameters: Hyperparameters) -> TrainResult:
+        """Train a batch while the version before is made; the record of both is on the disk when this returns.
+
+        Raises:
+            NotFiniteError: A version or a gradient is not finite. Of both errors it is the earlier one's.
+        """
+        try:
+            trained = await self.trainer.train(batch.step, batch.rows, hyperparameters)
+            # A version that takes longer than this step's training is waited for in the next phase.
+            self._clock.end_training(trained.probe_s)
+        finally:
+            await self._finish_step()
+        await self._report.report_not_applied(batch.step, trained.not_applied)
+        return trained
+
+    def _is_version_awaited(self, step: int) -> bool:
+        """Whether the version of a step is on record before the next step begins: also where something needs it."""
+        return (
+            not self._is_beside
+            or self._gate.holds(step - 1)
+            or self._gate.is_candidate(step)
+            or self.checkpoints.is_due(step)
+        )
+
+    async def _make_version(
+        self, step: int, tensors: dict[str, Tensor], hyperparameters: Hyperparameters
+    ) -> tuple[PolicyWeights, float]:
+        """The version of a copy, recorded and the newest, and the seconds that this took.
+
+        Raises:
+            NotFiniteError: It has weights that are not finite; there is no record of it.
+        """
+        began = time.monotonic()
+        weights = await asyncio.to_thread(weights_from, step, tensors)
+        await asyncio.to_thread(
+            self._run_dir.append_version, step, weights.digest, weights.dtype, asdict(hyperparameters)
+        )
+        self._make_newest(weights)
+        return weights, time.monotonic() - began
+
+    async def _publish_step(
+        self,
+        batch: Batch,
+        making: Awaitable[tuple[PolicyWeights, float]],
+        figures: dict[str, float],
+        *,
+        is_beside: bool,
+    ) -> None:
+        """Publish a step's version once it is made, and report the step."""
+        weights, seconds = await making
+        # Generators wait for the weights; nothing waits for the report.
+        self._publish(weights)
+        await self._report.report(batch, weights.digest, {**figures, "version_beside_s": seconds if is_beside else 0.0})
+
+    async def _finish_step(self) -> None:
+        """Wait until the version of the last step is on record, published and reported.
+
+        Raises:
+            NotFiniteError: It has weights that are not finite.
+        """
+        if self._finishing is not None:
+            await self._finishing
+            self._finishing = None
+
+    async def _hold(self, step: int) -> None:
+        """Wait for the evaluations of the version before a step's."""
         await self._gate.wait(step - 1, lambda: self._end.is_stopped)
         self._clock.end_phase(StepPhase.HOLD)
-        step_metrics = trained.metrics | self._clock.metrics() | self.intake.untrained.take_metrics()
-        # Generators wait for the weights; nothing waits for the report.
-        self._publish()
-        await self._report.report(batch, weights.digest, step_metrics)
-        await self._save_candidate()
+
+    async def _end_shift(self) -> None:
+        """Hand shared cards back, and wake the generators with the newest version."""
+        if self._shifts.are_needed:
+            self._clock.add_between(StepPhase.SHIFT, await self._shifts.end())
+            self.publisher.wake()
 
     def _make_newest(self, weights: PolicyWeights) -> None:
         """The version is on record, and so the newest; the groups that made it may free their slots."""
-        self._newest, self._groups_in_training = weights, ()
+        self._newest = weights
+        self._groups_in_training.pop(weights.version, None)
         metrics.POLICY_VERSION.set(weights.version)
         metrics.STEP.set(weights.version)
 
-    def _publish(self) -> None:
-        """Push the newest version to every generator, beside the next step."""
-        self._clock.publish(self._newest.version)
-        self.publisher.publish(self._newest)
+    def _publish(self, weights: PolicyWeights) -> None:
+        """Push a version to every generator, beside the next step."""
+        self._clock.publish(weights.version)
+        self.publisher.publish(weights)
 
     async def _announce_live(self, live: VersionLive) -> None:
         self._clock.live(live.version)
@@ -170,15 +303,22 @@ class Learner:
 
     async def _finish(self, reason: str) -> None:
         """Settle open groups (not after a stop: a resume trains them), save, and wait for the coordinator."""
+        await self._finish_step()
         version = self._newest.version
         self._end.finish_training(reason)
         await self._settle_unused()
-        await self.checkpoints.write(version)
+        await self.checkpoints.write(version, is_last=True)
         with self._service.activity.doing("exporting", f"version {version}"):
             export = self._run_dir.path / _EXPORT
             await self.trainer.write("the exported model", lambda trainer: trainer.export(export))
             if not self._end.is_stopped:
                 await self._save_candidate(last=True)
+        await self._end_shift()
+        await self._announce_end()
+
+    async def _announce_end(self) -> None:
+        """Say how training has ended, and wait for the coordinator."""
+        version, reason = self._newest.version, self._end.done_reason
         done = TrainingDone(
             step=version, version=version, digest=self._newest.digest, reason=reason, end=self._end.kind
         )
@@ -230,7 +370,8 @@ class Learner:
     def progress(self) -> ProgressReply:
         """The learner's account of the run, for the coordinator."""
         # Those in training are settled on disk, but their slots are free only when their version is the newest.
-        settlements = self._run_dir.settlements.without(self._groups_in_training)
+        in_training = [group for groups in self._groups_in_training.values() for group in groups]
+        settlements = self._run_dir.settlements.without(in_training)
         return ProgressReply(
             run=self._service.config.name,
             epoch=self._run_dir.epoch,
@@ -253,4 +394,5 @@ class Learner:
             "epoch": self._run_dir.epoch,
             "generators": self.publisher.describe(),
             "notices": self._notices,
+            "shift": self._shifts.describe(),
         }

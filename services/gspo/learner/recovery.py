@@ -15,6 +15,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.assembler import Assembler
+from gspo.learner.objective.loss_file import keep_loss_file
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.trainer_api import (
@@ -52,9 +53,12 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
 
     Raises:
         ValueError: A step file that the replay needs is missing.
-        InputError: A step that ended the run ends it again, or other ranks wrote the checkpoint. Or the model has
-            weights that are not finite. Or every checkpoint is damaged, and the log does not begin at the first step.
+        InputError: A step that ended the run ends it again, or another version of gspo wrote the checkpoint. Or the
+            run's copy of a loss of the user's own is gone. Or the model has weights that are not finite. Or every
+            checkpoint is damaged, and the log does not begin at the first step.
     """
+    # Before the trainer: every rank takes the copy.
+    keep_loss_file(config, run_dir.path)
     activity.set("busy", "loading the model", str(model))
     trainer = start(config, model, run_dir.path)
     weights, moments, notices = _load_checkpoint(config, run_dir, trainer, activity)
@@ -65,6 +69,8 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
         settlements=run_dir.settlements,
         moments=moments,
         on_failure=config.reward.on_failure,
+        rewards_count=not config.teacher.alone,
+        sources=config.sources,
     )
     to_replay = run_dir.steps_to_replay(after=weights.version if weights else 0)
     for step in to_replay:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Self
@@ -21,6 +21,8 @@ from gspo.common.service.traces import Traces
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
+from gspo.common.telemetry.card_use import card_use
+from gspo.common.telemetry.source_figures import PREFIX, figures_of
 from gspo.common.telemetry.step_time import REWARD_PREFIX, seconds_by_cause
 from gspo.learner.assembly.assembler import Batch
 from gspo.learner.storage.run_directory import RunDir
@@ -36,8 +38,11 @@ class StepPhase(StrEnum):
 
     WAIT = "wait_s"
     LOG = "log_s"
+    # On shared cards: until the generators sleep and the states are on the cards, and back after the step before.
+    SHIFT = "shift_s"
     TRAIN = "train_s"
-    # To gather and record the weights. Their push begins after the last phase, and no step waits for it.
+    PROBE = "probe_s"
+    # To gather and copy the weights; where the version is not made beside training, also its digest and its record.
     MAKE_VERSION = "publish_s"
     HOLD = "hold_s"
 
@@ -84,10 +89,12 @@ class StepClock:
         self._traces = traces
         self._timelines: Sequence[RolloutTimeline] = ()
         self._phases: dict[str, float] = {}
-        self._phase_began_s = self._ended_s = self._checkpoint_s = 0.0
+        self._phase_began_s = self._ended_s = 0.0
+        # Seconds of work between two steps, by their columns; they count to the step after it.
+        self._between: dict[str, float] = {}
         self._began_unix_s = self._trained_unix_s = 0.0
-        # Version -> its rollouts, and when it was handed to the publisher, until it is live.
-        self._published: dict[int, tuple[Sequence[RolloutTimeline], float]] = {}
+        # Version -> its rollouts, and when its step ended or it was handed to the publisher, until it is live.
+        self._pushed: dict[int, tuple[Sequence[RolloutTimeline], float]] = {}
 
     def begin(
         self,
@@ -115,62 +122,94 @@ class StepClock:
             live=live_unix_s,
             evaluated=evaluated_unix_s if is_first else 0.0,
         )
-        report_s = 0.0 if is_first else now_s - self._ended_s - wait_s - self._checkpoint_s
+        report_s = 0.0 if is_first else now_s - self._ended_s - wait_s
         self._phases = {
             StepPhase.WAIT: wait_s,
             **causes,
-            "checkpoint_s": self._checkpoint_s,
+            StepPhase.PROBE: 0.0,
+            "checkpoint_s": 0.0,
+            "checkpoint_beside_s": 0.0,
+            **self._between,
             "record_s": max(0.0, report_s),  # the report of the step before
         }
-        self._phase_began_s, self._checkpoint_s = now_s, 0.0
+        self._phase_began_s, self._between = now_s, {}
 
     def end_phase(self, phase: StepPhase) -> None:
-        """A phase of the step is over: it took the time since the one before."""
+        """A phase of the step, or a part of it, is over: it took the time since the one before."""
         now_s = time.monotonic()
-        self._phases[phase] = now_s - self._phase_began_s
+        self._phases[phase] = self._phases.get(phase, 0.0) + now_s - self._phase_began_s
         self._phase_began_s = self._ended_s = now_s
-        if phase is StepPhase.TRAIN:
-            self._trained_unix_s = time.time()
+
+    def end_training(self, probe_s: float) -> None:
+        """The training phase is over; so many seconds of it were the mismatch probe's."""
+        self.end_phase(StepPhase.TRAIN)
+        self._trained_unix_s = time.time()
+        self._phases[StepPhase.TRAIN] -= probe_s
+        self._phases[StepPhase.PROBE] = probe_s
+
+    def end_step(self, version: int) -> dict[str, float]:
+        """The step that made a version is over, whose push may begin while the next step is trained.
+
+        Returns:
+            Seconds by phase; step_s is from the wait to the end of the last phase, without the time before the wait.
+        """
+        if self._traces.on:
+            for timeline in self._timelines:
+                rollout = timeline.group, timeline.number
+                self._traces.add("wait", *rollout, timeline.scored, self._began_unix_s)
+                self._traces.add("train", *rollout, self._began_unix_s, self._trained_unix_s, step=version)
+            self._pushed[version] = self._timelines, time.time()
+        return self._phases | {"step_s": sum(self._phases.get(phase, 0.0) for phase in StepPhase)}
 
     def publish(self, version: int) -> None:
         """The version is handed to the publisher; the spans of its rollouts end when it is live."""
-        if not self._traces.on:
-            return
-        for timeline in self._timelines:
-            rollout = timeline.group, timeline.number
-            self._traces.add("wait", *rollout, timeline.scored, self._began_unix_s)
-            self._traces.add("train", *rollout, self._began_unix_s, self._trained_unix_s, step=version)
-        self._published[version] = self._timelines, time.time()
+        if version in self._pushed:
+            self._pushed[version] = self._pushed[version][0], time.time()
 
     def live(self, version: int) -> None:
         """A generator serves the version, and with it every earlier one is over."""
         now_unix_s = time.time()
-        for earlier in [published for published in self._published if published <= version]:
-            timelines, published_unix_s = self._published.pop(earlier)
+        for earlier in [published for published in self._pushed if published <= version]:
+            timelines, published_unix_s = self._pushed.pop(earlier)
             for timeline in timelines:
                 self._traces.add("push", timeline.group, timeline.number, published_unix_s, now_unix_s, version=earlier)
 
     def add_checkpoint(self, seconds: float) -> None:
-        """A checkpoint was written; it counts to the step after it."""
-        self._checkpoint_s += seconds
-        metrics.CHECKPOINT_SECONDS.observe(seconds)
+        """Training stood for so long for a checkpoint; it counts to the step after it."""
+        self.add_between("checkpoint_s", seconds)
 
-    def metrics(self) -> dict[str, float]:
-        """Seconds by phase; step_s is from the wait to the end of the last phase, without the time before the wait."""
-        return self._phases | {"step_s": sum(self._phases.get(phase, 0.0) for phase in StepPhase)}
+    def end_checkpoint(self, seconds: float, beside_s: float) -> None:
+        """A checkpoint is whole, after so long, some of it beside training; that counts to the next step to begin."""
+        metrics.CHECKPOINT_SECONDS.observe(seconds)
+        self._between["checkpoint_beside_s"] = self._between.get("checkpoint_beside_s", 0.0) + beside_s
+
+    def add_between(self, column: str, seconds: float) -> None:
+        """Work after the last phase of a step took so long; it counts to the step after it."""
+        self._between[column] = self._between.get(column, 0.0) + seconds
+        if self._ended_s:
+            self._ended_s += seconds
 
 
 class StepReport:
     """Reports the steps of one learner.
 
-    Attributes:
-        trained_s: Seconds that all reported steps took.
+    Args:
+        learner_cards: Of the ranks, with their peak flop/s.
+        generator_cards: The present cards of all generators, with their kinds.
     """
 
-    def __init__(self, config: Config, run_dir: RunDir, events: Events) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        events: Events,
+        learner_cards: Mapping[str, float | None],
+        generator_cards: Callable[[], Mapping[str, str]],
+    ) -> None:
         self._config, self._run_dir, self._events = config, run_dir, events
+        self._learner_cards, self._generator_cards = learner_cards, generator_cards
         self._recent: list[Mapping[str, float]] = []
-        self.trained_s = run_dir.trained_s
+        self._mismatch_step = run_dir.mismatch_step
 
     async def report_not_applied(self, step: int, updates: Sequence[UpdateNotApplied]) -> None:
         """Report the mini-batches of a step that were not applied; on the disk when this returns."""
@@ -188,13 +227,17 @@ class StepReport:
         """
         step = batch.step
         figures = {**step_metrics, "tokens_per_s": step_metrics["tokens"] / step_metrics["step_s"]}
-        self.trained_s += figures["step_s"]
+        figures |= card_use(figures, self._learner_cards, self._generator_cards())
+        if "sigma_token" in figures:
+            self._mismatch_step = step
+        if self._mismatch_step is not None:
+            figures["mismatch_age"] = float(step - self._mismatch_step)
         self._recent = [*self._recent, figures][-NEVER_CLIPPED_STEPS:]
         texts = list(advice(self._recent, self._config).values())
         for text in texts:
             log.warning("advice", step=step, text=text)
         await asyncio.to_thread(self._run_dir.append_metrics, step, figures)
-        _export(figures)
+        export_figures(figures, [source.name for source in self._config.sources])
         log.info("step_done", step=step, **{key: round(figures[key], 6) for key in _IN_LOG_LINE if key in figures})
         done = StepDone(
             step=step,
@@ -241,12 +284,17 @@ def seconds_waited(
     return seconds
 
 
-def _export(figures: Mapping[str, float]) -> None:
-    """The step's metrics for Prometheus."""
+def export_figures(figures: Mapping[str, float], sources: Iterable[str]) -> None:
+    """Show a step's figures in Prometheus, those of sources with the source as a label."""
     for name, value in figures.items():
-        metrics.STEP_FIGURE.labels(name).set(value)
+        if not name.startswith(PREFIX):
+            metrics.STEP_FIGURE.labels(name).set(value)
+    for source in sources:
+        for name, value in figures_of(source, figures).items():
+            metrics.SOURCE_FIGURE.labels(source, name).set(value)
     for phase in StepPhase:
-        metrics.STEP_SECONDS.labels(phase.removesuffix("_s")).observe(figures[phase])
+        if phase in figures:
+            metrics.STEP_SECONDS.labels(phase.removesuffix("_s")).observe(figures[phase])
     for cause, seconds in seconds_by_cause(figures).items():
         metrics.STEP_TIME_SECONDS.labels(cause).inc(seconds)
     metrics.STEP_TIMESTAMP.set_to_current_time()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import netrc
 import os
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,7 @@ import structlog
 
 from gspo.common.config.evaluation import TrackingConfig
 from gspo.common.errors import InputError
+from gspo.common.service.module_command import module_command
 from gspo.common.telemetry import metrics
 
 MAX_RESTARTS = 5
@@ -80,7 +80,7 @@ class Trackers:
     async def _keep(self, name: str) -> None:
         for attempt in range(1 + MAX_RESTARTS):
             process = self._processes[name] = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "gspo.tracking", str(self._run_dir), name), stdin=PIPE, stdout=DEVNULL
+                *module_command("gspo.tracking"), str(self._run_dir), name, stdin=PIPE, stdout=DEVNULL
             )
             metrics.TRACKER_UP.labels(name).set(1)
             code = await process.wait()

@@ -6,14 +6,16 @@ loop.py and checkpointing.py call TrainerThread, which calls rank_control.RankZe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from torch import Tensor
+
 from gspo.learner.assembly.rows import Row
-from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.push.shifts import LearnerShifts
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.training.trainer_api import Hyperparameters, TrainerApi, TrainResult
 
@@ -27,13 +29,30 @@ class TrainerThread:
 
     Args:
         trainer: On rank zero; every other rank makes each call with it.
+        shifts: On shared cards, a call that needs the states of training begins a shift, unless there is one.
         executor: The one thread in which the trainer was started.
         disk: Waits for free disk space.
         run_dir: The run directory, to which the trainer writes.
+        keeps_copies: Whether the memory of a copy is kept for later ones.
     """
 
-    def __init__(self, trainer: TrainerApi, executor: ThreadPoolExecutor, disk: DiskSpace, run_dir: Path) -> None:
-        self._trainer, self._executor, self._disk, self._run_dir = trainer, executor, disk, run_dir
+    def __init__(
+        self,
+        trainer: TrainerApi,
+        shifts: LearnerShifts,
+        executor: ThreadPoolExecutor,
+        disk: DiskSpace,
+        run_dir: Path,
+        *,
+        keeps_copies: bool,
+    ) -> None:
+        self._trainer, self._shifts, self._executor = trainer, shifts, executor
+        self._disk, self._run_dir, self._keeps_copies = disk, run_dir, keeps_copies
+
+    @property
+    def cards(self) -> Mapping[str, float | None]:
+        """The card of each rank -> its peak flop/s, or None where that is unknown."""
+        return self._trainer.cards
 
     async def train(self, step: int, rows: Sequence[Row], hyperparameters: Hyperparameters) -> TrainResult:
         """Train the policy of version step - 1 on rows in training order.
@@ -41,17 +60,15 @@ class TrainerThread:
         Raises:
             NotFiniteError: Too many mini-batches in a row had no finite loss or gradient norm.
         """
+        await self._shifts.begin(f"step {step}")
         return await self._call(lambda: self._trainer.train(step, rows, (), hyperparameters))
 
-    async def weights(self, version: int) -> PolicyWeights:
-        """The policy's weights in the generators' dtype, with their digest.
+    async def policy(self) -> dict[str, Tensor]:
+        """A copy of the weights in the generators' dtype, in host memory."""
+        await self._shifts.begin("making a version")
+        return await self._call(lambda: self._trainer.policy(is_reused=self._keeps_copies))
 
-        Raises:
-            NotFiniteError: A weight is infinite or no number.
-        """
-        return await self._call(lambda: weights_from(version, self._trainer.policy()))
-
-    async def write(self, subject: str, function: Callable[[TrainerApi], None]) -> None:
+    async def write(self, subject: str, function: Callable[[TrainerApi], T]) -> T:
         """Call a function that writes to the run directory, again and again until the disk has space for it.
 
         With other ranks an error goes through: they may be a call ahead, and all are started again.
@@ -59,10 +76,17 @@ class TrainerThread:
         Args:
             subject: Named in the message while it waits.
         """
-        write = partial(function, self._trainer)
-        if not self._trainer.has_other_ranks:
-            write = partial(self._disk.retry_until_written, subject, self._run_dir, write)
-        await self._call(write)
+        await self._shifts.begin(subject)
+        return await self._call(self._retried(subject, partial(function, self._trainer)))
+
+    async def write_beside(self, subject: str, function: Callable[[], None]) -> None:
+        """Call a function that writes as `write` does, in another thread, beside the trainer."""
+        await asyncio.to_thread(self._retried(subject, function))
+
+    def _retried(self, subject: str, write: Callable[[], T]) -> Callable[[], T]:
+        if self._trainer.has_other_ranks:
+            return write
+        return partial(self._disk.retry_until_written, subject, self._run_dir, write)
 
     async def send_rank_heartbeats(self, rank_timeout_s: float) -> None:
         """Show the other ranks that this one runs, and notice if one of them does not; until cancelled."""

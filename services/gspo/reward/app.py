@@ -39,7 +39,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
     opened = open_scorer(
         config.reward,
         name=name,
-        environment=config.environment,
+        sources=config.sources,
         session=config.name,
         registry=registry,
         usage=usage,

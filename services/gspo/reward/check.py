@@ -16,15 +16,16 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from gspo.common.config.reward import RewardFunction
+from gspo.common.config.reward import EnvironmentConfig, RewardFunction
 from gspo.common.config.schema import Config
+from gspo.common.config.sources import Source
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.network.credentials import redis_arguments
 from gspo.common.streams.entries import task_json
 from gspo.reward.functions.arguments import check_columns
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.environment_steps import EnvironmentSteps
-from gspo.reward.functions.library import Function
+from gspo.reward.functions.library import Function, Library
 from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.sandbox.calls import CallError
 from gspo.reward.sandbox.values import NO_VALUE, NOT_A_NUMBER, NOT_FINITE, Failure
@@ -54,23 +55,27 @@ def check(config: Config) -> None:
 async def _check(config: Config) -> None:
     if config.reward.tokens is not None:
         read_tokens(config.reward.tokens)
-    environment = config.environment
+    sources = config.sources
     async with (
         _open_registry(config) as registry,
-        open_library(config.reward, environment=environment, registry=registry) as library,
+        open_library(config.reward, sources=sources, registry=registry) as library,
     ):
-        prompts = await asyncio.to_thread(_first_prompts, config)
-        training = prompts["data.prompts"]
-        for index, spec in enumerate(config.reward.functions):
-            function = await library.find(spec.label, spec.version or "")
-            name = f"{function.callee.signature.entry} of {function.code.filename}"
-            for key, rows in prompts.items():
-                columns = {**json.loads(rows[0].columns_json), **function.args}
-                check_columns(function.callee.signature, columns, key, name)
-            await _try_function(function, name, spec, f"reward.functions.{index}", training)
-        if environment.used:
-            function = await library.find(environment.label, environment.version or "")
-            await _try_environment(function, [task_json(prompt) for prompt in training], bool(environment.tools))
+        for source in sources:
+            await _check_source(source, library, await asyncio.to_thread(_first_prompts, config, source))
+
+
+async def _check_source(source: Source, library: Library, prompts: dict[str, list[Prompt]]) -> None:
+    training = prompts[source.prompts_key]
+    for key, spec in source.code():
+        function = await library.find(spec.label, spec.version or "")
+        if isinstance(spec, EnvironmentConfig):
+            await _try_environment(function, spec, key, [task_json(prompt) for prompt in training])
+            continue
+        name = f"{function.callee.signature.entry} of {function.code.filename}"
+        for file, rows in prompts.items():
+            columns = {**json.loads(rows[0].columns_json), **function.args}
+            check_columns(function.callee.signature, columns, file, name)
+        await _try_function(function, name, spec, key, training)
 
 
 @asynccontextmanager
@@ -85,13 +90,17 @@ async def _open_registry(config: Config) -> AsyncIterator[Registry | OfflineRegi
         yield Registry(redis, config.registry_dir, replica="check")
 
 
-def _first_prompts(config: Config) -> dict[str, list[Prompt]]:
-    """The first prompts of each data set, by its key in the configuration."""
-    held_out = {config.evaluation.key_of(name): path for name, path in config.evaluation.files.items()}
+def _first_prompts(config: Config, source: Source) -> dict[str, list[Prompt]]:
+    """The first prompts of a source and of its held-out files, by their keys in the configuration."""
+    evaluation = config.evaluation
+    own = {name: path for name, path in evaluation.files.items() if config.source_of(name) == source}
     prompts = {}
-    for key, path in {"data.prompts": config.data.prompts, **held_out}.items():
+    for key, path in {
+        source.prompts_key: source.prompts,
+        **{evaluation.key_of(name): own[name] for name in own},
+    }.items():
         rows = _read_first_rows(path, NUM_TRIALS, key)
-        prompts[key] = [_prompt_of(row, config.data.prompt_column, str(path)) for row in rows]
+        prompts[key] = [_prompt_of(row, source, str(path)) for row in rows]
     return prompts
 
 
@@ -144,15 +153,15 @@ def _judge(error_type: str, reason: str, where: str, name: str, fix: str) -> Non
         warn(f"{where}: {name}, tried on a made-up answer, {reason}")
 
 
-async def _try_environment(function: Function, tasks_json: Sequence[str], has_tools: bool) -> None:
+async def _try_environment(function: Function, spec: EnvironmentConfig, where: str, tasks_json: Sequence[str]) -> None:
     """Begin with each task, and take one step.
 
     Raises:
         InputError: The environment cannot work: a reset failed, a reset's second result differs from its first, or a
             step failed in a way that no action explains.
     """
-    steps, where, name = EnvironmentSteps(None, session=None), "environment", f"of {function.code.filename}"
-    calls_json = "[]" if has_tools else ""
+    steps, name = EnvironmentSteps(None, session=None), f"of {function.code.filename}"
+    calls_json = "[]" if spec.tools else ""
     for task in tasks_json:
         try:
             turn = await steps.reset(function, task)
@@ -231,13 +240,14 @@ def _read_with_datasets(path: Path, count: int) -> list[dict[str, Any]]:
         raise ValueError(str(error)) from error
 
 
-def _prompt_of(row: dict[str, Any], prompt_column: str, where: str) -> Prompt:
+def _prompt_of(row: dict[str, Any], source: Source, where: str) -> Prompt:
     """A row as a prompt without token ids: its other columns are what reward functions see.
 
     Raises:
         InputError: There is no such column.
     """
+    prompt_column = source.prompt_column
     if prompt_column not in row:
-        fix = f"Set data.prompt_column. {nearest(prompt_column, row)}"
-        raise InputError("data.prompt_column", f"{where} has no column '{prompt_column}'", fix)
+        fix = f"Set {source.column_key}. {nearest(prompt_column, row)}"
+        raise InputError(source.column_key, f"{where} has no column '{prompt_column}'", fix)
     return prompt_of(row[prompt_column], {name: value for name, value in row.items() if name != prompt_column})

@@ -7,6 +7,7 @@ line without a line feed does not count: its writer was killed, or has not finis
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from gspo.runlog.step_files import step_files
 
 Record = TypeVar("Record")
 LOG_FOLDER = "log"
+# A run directory's copy of algorithm.loss.path.
+LOSS_NAME = "loss.py"
 METRICS, EVALUATIONS, VERSIONS = "metrics.jsonl", "evaluations.jsonl", "policy.jsonl"
 SETTLED, NOT_APPLIED = "settled.jsonl", "not_applied.jsonl"
 
@@ -99,7 +102,7 @@ class EvaluationRecord(LogLine):
 
     Attributes:
         file: Name of the held-out file; empty where it has none.
-        score: What evaluation.keep_best compares; None where nothing is compared.
+        score: What evaluation.keep_best compares of this file; None where it compares nothing.
         figures: Without those that were not finite.
     """
 
@@ -170,6 +173,10 @@ class RunLog:
         """The files of the logged steps by step, in order."""
         return step_files(self.folder)
 
+    def has_trained(self) -> bool:
+        """Whether the run directory holds a logged step or a checkpoint."""
+        return bool(self.step_files()) or any(self.folder.parent.glob("checkpoints/step-*"))
+
     def sizes(self) -> tuple[int, ...]:
         """Bytes of metrics.jsonl and evaluations.jsonl: they change when a step or an evaluation is recorded."""
         files = [self.folder / name for name in (METRICS, EVALUATIONS)]
@@ -181,15 +188,41 @@ class RunLog:
         return result.records
 
 
-def best_of(scores: Iterable[tuple[int, float | None]]) -> tuple[int, float] | None:
+def best_evaluated(
+    evaluations: Iterable[EvaluationRecord], weights: Mapping[str, float] | None
+) -> tuple[int, float] | None:
+    """The best version of recorded evaluations and its score; arguments as in `version_scores`."""
+    records = ((record.version, record.file, record.score) for record in evaluations)
+    return best_of(version_scores(records, weights))
+
+
+def best_of(scores: Mapping[int, float]) -> tuple[int, float] | None:
     """The best version and its score; None where no version has a score.
 
     Args:
-        scores: (policy version, score) of evaluations in the order of recording. The first score of a version counts,
-            and of versions with equal scores the earliest is the best.
+        scores: Of each policy version. Of versions with equal scores the earliest is the best.
     """
-    first_scores: dict[int, float] = {}
-    for version, score in scores:
+    return max(scores.items(), key=lambda item: (item[1], -item[0]), default=None)
+
+
+def version_scores(
+    records: Iterable[tuple[int, str, float | None]], weights: Mapping[str, float] | None
+) -> dict[int, float]:
+    """The score of each policy version: the mean of its files' scores by their weights; none where one is missing.
+
+    Args:
+        records: (policy version, file, score) of evaluations in the order of recording. The first score of a version on
+            a file counts.
+        weights: File -> weight; None where they are not known: then every file with a score counts once.
+    """
+    first: dict[int, dict[str, float]] = {}
+    for version, file, score in records:
         if score is not None:
-            first_scores.setdefault(version, score)
-    return max(first_scores.items(), key=lambda item: (item[1], -item[0]), default=None)
+            first.setdefault(version, {}).setdefault(file, score)
+    known = weights or dict.fromkeys((file for of_file in first.values() for file in of_file), 1.0)
+    total = math.fsum(known.values())
+    return {
+        version: math.fsum(weight * of_file[file] for file, weight in known.items()) / total
+        for version, of_file in first.items()
+        if known.keys() <= of_file.keys()
+    }

@@ -1,4 +1,4 @@
-"""Log-probs of what vLLM samples, against the learner's own; neighbours: asking.py, learning.py."""
+"""Log-probs of what vLLM samples, against the learner's own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ async def run(case: PartRun) -> None:
     for dtype, limit in LIMITS.items():
         async with engine_of(case, dtype) as engine:
             done = await answers(engine, prompts, case.sizes.answer_tokens, dtype)
-        found = difference(case, case.model, dtype, prompts, done)
-        case.note(**{f"{dtype}_std": found.std, f"{dtype}_max": found.largest, f"{dtype}_mean": found.mean})
-        case.require(found.std <= limit, f"{dtype}: the log-probs differ by {found.std:.3g} (std); at most {limit}")
+        parity = difference(case, case.model, dtype, prompts, done)
+        case.note(**{f"{dtype}_max": parity.largest, f"{dtype}_mean": parity.mean})
+        case.judge(f"{dtype} standard deviation", parity.std, at_most=limit)
+        case.require(parity.std <= limit, f"{dtype}: the log-probs differ by {parity.std:.3g} (std); at most {limit}")

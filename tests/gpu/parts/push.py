@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from gspo.common.host.machine import GIB
 from gspo.generation.engine.api import Completion, OnUpdate
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine
@@ -25,26 +26,26 @@ from tests.gpu.part_run import PartRun
 from tests.gpu.parts.parity import LIMITS
 
 _PIECE_BYTES = 16 << 20
-_GIB = 1 << 30
+# Rounding sends some tokens to other experts, which moves their log-probs far. Other weights would move them farther.
+_MIXTURE_LIMIT = 0.3
 
 
 async def run(case: PartRun) -> None:
     """Push a changed policy, then a third, and compare what is sampled afterwards with the learner's log-probs."""
     prompts = prompts_of(case)
+    limit = _MIXTURE_LIMIT if case.is_mixture else LIMITS["bfloat16"]
     copies = PolicyCopies.from_folder(case.model, "bfloat16")
-    case.note(policy_gib=copies.num_bytes / _GIB)
+    case.note(policy_gib=copies.num_bytes / GIB)
     async with engine_of(case, "bfloat16") as engine:
         for version, on_update in ((1, "recompute"), (2, "keep")):
-            folder, policy = _changed_model(case, version)
+            folder, policy = changed_model(case, version)
             await _push(case, engine, copies, policy, on_update)
             case.require(copies.serving_digest() == policy.digest, f"version {version} serves with another digest")
             fresh = await answers(engine, prompts, case.sizes.answer_tokens // 2, f"after-{version}")
             case.require({v for it in fresh for v in it.version} == {version}, f"not all tokens are of {version}")
             parity = difference(case, folder, "bfloat16", prompts, fresh)
             case.note(**{f"parity_after_{version}_std": parity.std})
-            case.require(
-                parity.std <= LIMITS["bfloat16"], f"version {version} is not what vLLM computes with: {parity}"
-            )
+            case.require(parity.std <= limit, f"version {version} is not what vLLM computes with: {parity}")
     copies.close()
 
 
@@ -54,9 +55,10 @@ async def _push(
     """Stage one policy, and load it while every request of the part is under way."""
     prompts, num_tokens = prompts_of(case, seed=policy.version), case.sizes.answer_tokens
     began = time.monotonic()
-    await asyncio.to_thread(_stage, copies, policy)
-    case.note(**{f"{on_update}_stage_s": time.monotonic() - began})
-    case.require(copies.staged_digest() == policy.digest, "what was copies has another digest than the learner's")
+    await asyncio.to_thread(stage_policy, copies, policy)
+    case.require(copies.staged_digest() == policy.digest, "the staged copy has another digest than the learner's")
+    staged_s = time.monotonic() - began
+    case.note(**{f"{on_update}_stage_s": staged_s})
     # Not before: a fast card would be done with the answers while a slow host stages.
     flight = asyncio.create_task(answers(engine, prompts, num_tokens, f"flight-{policy.version}"))
     name = f"flight-{policy.version}-0"
@@ -64,8 +66,10 @@ async def _push(
         while not engine.num_sampled(name) and not flight.done():
             await asyncio.sleep(0.005)
     times = await engine.load(policy.version, copies, on_update=on_update, timeout_s=120)
-    stall_s = times.pause_s + times.load_s + times.resume_s
-    case.note(**{f"{on_update}_load_s": times.load_s, f"{on_update}_stall_s": stall_s})
+    case.note(**{f"{on_update}_load_s": times.load_s})
+    case.judge(f"{on_update}: stall beside the load, s", times.pause_s + times.resume_s, at_most=0.1)
+    if not case.is_mixture:
+        case.measure(stage_bytes_s=policy.num_bytes / staged_s, load_bytes_s=policy.num_bytes / times.load_s)
     done = await flight
     case.note(**{f"{on_update}_crossing": sum(len(set(it.version)) == 2 for it in done)})
     _judge_versions(case, done, policy.version, num_tokens)
@@ -78,7 +82,8 @@ def _judge_versions(case: PartRun, done: list[Completion], version: int, num_tok
     case.require(seen == {version - 1, version}, f"the tokens in flight are of versions {seen}")
 
 
-def _stage(copies: PolicyCopies, policy: PolicyWeights) -> None:
+def stage_policy(copies: PolicyCopies, policy: PolicyWeights) -> None:
+    """Fill the staged copy with a whole policy."""
     copies.begin(changes=False)
     for name, bits in policy.bits.items():
         data, itemsize = memoryview(bits.reshape(-1)).cast("B"), bits.itemsize
@@ -86,9 +91,9 @@ def _stage(copies: PolicyCopies, policy: PolicyWeights) -> None:
             copies.write(name, start // itemsize, bytes(data[start : start + _PIECE_BYTES]))
 
 
-def _changed_model(case: PartRun, version: int) -> tuple[Path, PolicyWeights]:
+def changed_model(case: PartRun, version: int) -> tuple[Path, PolicyWeights]:
     """The model with every weight moved a little: a folder, and the same as the learner publishes it."""
-    folder = case.folder / f"model-{case.device}-{version}"
+    folder = case.folder / f"{case.model.name}-version-{version}"
     shutil.copytree(case.model, folder, dirs_exist_ok=True)
     chance = torch.Generator().manual_seed(version)
     tensors: Mapping[str, torch.Tensor] = {

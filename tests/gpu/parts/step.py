@@ -1,57 +1,163 @@
-"""Training steps of the learner on random rollouts, and the copy of the policy that a push sends."""
+"""Training steps of the learner on random rollouts: MFU, peak memory beside the plan, the copy that a push sends.
+
+The parts `step`, `width`, `mixture` and `lora` are this module on other models.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
-from gspo.generation.engine.api import Completion
-from gspo.learner.push.policy_weights import weights_from
+from gspo.common.host.machine import GIB
+from gspo.common.model.files import read_model_files
+from gspo.common.model.trained_parameters import trained_size
+from gspo.common.planning.memory import RankMemory, rank_memory, reserved_bytes
+from gspo.learner.model.profile import profile
+from gspo.learner.push.policy_weights import PACKING_THREADS, PolicyWeights, WeightUpdate, weights_from
 from gspo.learner.training.trainer import Trainer
-from tests.gpu.learner_calls import learner_config, rows_of
-from tests.gpu.part_run import PartRun
+from tests.gpu.catalogue import PARTS
+from tests.gpu.learner_calls import learner_config, random_rows
+from tests.gpu.part_run import NotForThisCardError, PartRun
 from tests.support.training.rollout_rows import train, with_version
 
-_GIB = 1 << 30
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """A model and the rollouts that it is trained on.
+
+    Attributes:
+        shape: Of the model, in SHAPES.
+        num_timed_steps: After one that warms up.
+        micro_batch_tokens: The first of them that fits the card by the plan is taken.
+        learner: Further keys of the section.
+        mfu_goal: None: there is none.
+        copies: Whether the copy of the policy, and the search for its changes, are timed too.
+    """
+
+    shape: str
+    num_rollouts: int = 16
+    prompt_tokens: int = 128
+    answer_tokens: int = 3968
+    num_timed_steps: int = 3
+    micro_batch_tokens: tuple[int, ...] = (16_384, 8192, 4096)
+    learner: dict[str, Any] = field(default_factory=dict)
+    mfu_goal: float | None = None
+    copies: bool = True
+
+
+_FEW: dict[str, Any] = {
+    "num_rollouts": 8,
+    "prompt_tokens": 8,
+    "answer_tokens": 120,
+    "num_timed_steps": 1,
+    "micro_batch_tokens": (256,),
+}
+_LORA: dict[str, Any] = {"learner": {"lora": {"rank": 16}, "gradient_checkpointing": True}, "copies": False}
+CASES = {
+    ("step", "cuda"): TrainingCase("qwen3-0.6b"),
+    ("step", "cpu"): TrainingCase("tiny", **_FEW),
+    ("width", "cuda"): TrainingCase("qwen3-8b-9-layers", mfu_goal=0.45),
+    ("width", "cpu"): TrainingCase("tiny-untied", **_FEW, mfu_goal=0.45),
+    ("mixture", "cuda"): TrainingCase("qwen3-30b-a3b-4-layers"),
+    ("mixture", "cpu"): TrainingCase("tiny-mixture", **_FEW),
+    ("lora", "cuda"): TrainingCase("qwen3-8b", num_timed_steps=2, **_LORA),
+    ("lora", "cpu"): TrainingCase("tiny", **_FEW, **_LORA),
+}
 
 
 def run(case: PartRun) -> None:
-    """One step to warm up, then timed ones; then the weights as the publisher takes them."""
-    sizes = case.sizes
-    rng = np.random.default_rng(0)
-    length = sizes.prompt_tokens + sizes.answer_tokens
-    tokens = rng.integers(3, 90, (sizes.num_rollouts, length)).tolist()
-    # Log-probs of a flat distribution: the ratio is far from 1, and the work is the same.
-    flat = [-math.log(90.0)] * sizes.answer_tokens
-    answered = [Completion(line[sizes.prompt_tokens :], flat, [0] * sizes.answer_tokens, "length") for line in tokens]
-    rows = rows_of([line[: sizes.prompt_tokens] for line in tokens], answered)
+    """Plan the memory, train a step to warm up and then timed ones; copy and pack the weights as the publisher does."""
+    training = CASES[case.part, case.device]
+    model = case.model_of(training.shape)
+    config, planned = _planned(case, training, model)
+    case.note(micro_batch_tokens=config.micro_batch_tokens, planned_gib=planned.peak / GIB)
+    rows = random_rows(training.num_rollouts, training.prompt_tokens, training.answer_tokens)
     began = time.monotonic()
-    trainer = Trainer(learner_config(case, case.model, "bfloat16", learning_rate=1e-5), case.model)
+    trainer = Trainer(config, model)
     case.note(start_s=time.monotonic() - began)
-    before = weights_from(0, trainer.policy()).digest
+    before = _copy_policy(case, trainer) if training.copies else None
     train(trainer, 1, rows)
-    seconds = []
-    for step in range(2, 2 + sizes.num_timed_steps):
+    seconds, flops = [], 0.0
+    for step in range(2, 2 + training.num_timed_steps):
         began = time.monotonic()
         figures = train(trainer, step, with_version(rows, step - 1)).metrics
-        _synchronize(case)
+        case.synchronize()
         seconds.append(time.monotonic() - began)
+        flops = figures["train_flops"]
         case.require(math.isfinite(figures["loss"]) and figures["grad_norm"] > 0, f"step {step}: {figures}")
-    case.note(step_ms=1000 * min(seconds), tokens_per_s=sizes.num_rollouts * length / min(seconds))
-    if case.device == "cuda":
-        case.note(peak_gib=torch.cuda.max_memory_allocated() / _GIB)
-    began = time.monotonic()
-    tensors = trainer.policy()
-    case.note(copy_s=time.monotonic() - began)
-    began = time.monotonic()
-    policy = weights_from(1, tensors)
-    case.note(digest_s=time.monotonic() - began, policy_gib=policy.num_bytes / _GIB)
-    case.require(policy.digest != before, "the steps changed no weight")
+    num_tokens = training.num_rollouts * (training.prompt_tokens + training.answer_tokens)
+    case.note(step_s=min(seconds), tokens_per_s=num_tokens / min(seconds), tflop_per_s=flops / min(seconds) / 1e12)
+    _judge_speed(case, training, trainer, flops / min(seconds))
+    if case.on_gpu:
+        peak = torch.cuda.max_memory_allocated()
+        case.note(peak_gib=peak / GIB)
+        case.judge("measured over planned memory", peak / planned.peak, at_least=0.85, at_most=1.15)
+    if before is not None:
+        after = _copy_policy(case, trainer)
+        case.require(after.digest != before.digest, "the steps changed no weight")
+        _pack_changes(case, after, before)
+    if case.part == "mixture":
+        _train_in_float32(case)
 
 
-def _synchronize(case: PartRun) -> None:
-    if case.device == "cuda":
-        torch.cuda.synchronize()
+def _planned(case: PartRun, training: TrainingCase, model: Path) -> tuple[Any, RankMemory]:
+    """The configuration with the largest micro-batch that fits the card by the plan, and its memory."""
+    model_profile, total = profile(model), case.total_bytes
+    for num_tokens in training.micro_batch_tokens:
+        keys = {"learning_rate": 1e-5, **training.learner, "micro_batch_tokens": num_tokens}
+        config = learner_config(
+            case, model, "bfloat16", lengths=(training.prompt_tokens, training.answer_tokens), **keys
+        )
+        size = trained_size(config, read_model_files(model, allow_pickle=False))
+        memory = rank_memory(config, size, 1, profile=model_profile, on_gpu=case.on_gpu)
+        if total is None or memory.peak <= total - reserved_bytes(total):
+            return config, memory
+    raise NotForThisCardError(f"it takes {memory.peak / GIB:.0f} GiB by the plan, and the card has {total / GIB:.0f}")
+
+
+def _judge_speed(case: PartRun, training: TrainingCase, trainer: Trainer, flops_per_s: float) -> None:
+    """MFU, by the card's data sheet or a CPU's matrix product; none for an unknown card."""
+    (peak,) = trainer.cards.values()
+    if peak is None:
+        return
+    case.note(mfu=flops_per_s / peak)
+    if training.mfu_goal is not None:
+        case.judge("MFU", flops_per_s / peak, at_least=training.mfu_goal)
+        case.measure(train_flops_share=flops_per_s / peak)
+    elif "mixture_flops_share" in PARTS[case.part].rates:
+        case.measure(mixture_flops_share=flops_per_s / peak)
+
+
+def _copy_policy(case: PartRun, trainer: Trainer) -> PolicyWeights:
+    """The policy as the publisher takes it; the memory of its copy is kept for the next one."""
+    began = time.monotonic()
+    tensors = trainer.policy(is_reused=True)
+    copied_s = time.monotonic() - began
+    began = time.monotonic()
+    policy = weights_from(0, tensors)
+    case.note(copy_s=copied_s, digest_s=time.monotonic() - began, policy_gib=policy.num_bytes / GIB)
+    case.measure(to_host_bytes_s=policy.num_bytes / copied_s)
+    return policy
+
+
+def _pack_changes(case: PartRun, policy: PolicyWeights, base: PolicyWeights) -> None:
+    """Find and pack what the steps changed, as for a push."""
+    began = time.monotonic()
+    num_bytes = asyncio.run(WeightUpdate(policy, base).pack())
+    packed_s = time.monotonic() - began
+    case.note(pack_s=packed_s, packed_share=num_bytes / policy.num_bytes)
+    case.measure(pack_bytes_s=policy.num_bytes / packed_s / PACKING_THREADS)
+
+
+def _train_in_float32(case: PartRun) -> None:
+    """A step of a small mixture: torch's grouped product has no kernel for float32, and takes another way."""
+    model = case.model_of("tiny-mixture")
+    trainer = Trainer(learner_config(case, model, "float32", lengths=(8, 120), learning_rate=1e-5), model)
+    figures = train(trainer, 1, random_rows(4, 8, 120)).metrics
+    case.require(math.isfinite(figures["loss"]) and figures["grad_norm"] > 0, f"the step in float32: {figures}")

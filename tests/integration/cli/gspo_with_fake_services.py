@@ -22,16 +22,16 @@ FAKE = str(Path(__file__).parent / "fake_service.py")
 
 
 def fake_programs(job: programs.Job, redis_url: str) -> list[Program]:
-    """The real programs with `python -m gspo.SERVICE ...` become `python fake_service.py SERVICE ...`."""
+    """The real programs with `python -P -m gspo.SERVICE ...` become `python -P fake_service.py SERVICE ...`."""
     return [
-        replace(program, command=(program.command[0], FAKE, program.name[:-2], *program.command[3:]))
+        replace(program, command=(*program.command[:2], FAKE, program.name[:-2], *program.command[4:]))
         for program in programs.service_programs(job, redis_url)
     ]
 
 
 def fake_check(service: str, config_file: Path) -> tuple[str, ...]:
     """The check of a fake service."""
-    return (sys.executable, FAKE, service, "--check", str(config_file))
+    return (sys.executable, "-P", FAKE, service, "--check", str(config_file))
 
 
 def fake_report(run_dir: Path, **_facts: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def fake_report(run_dir: Path, **_facts: Any) -> dict[str, Any]:
 
 session.service_programs = fake_programs
 preflight.check_command = fake_check
-training.run_plan = functools.partial(training.run_plan, services=tuple(os.environ["FAKE_SERVICES"].split()))
+training.run_services = functools.partial(training.run_services, services=tuple(os.environ["FAKE_SERVICES"].split()))
 report = ModuleType("gspo.cli.report.writer")
 report.write_report = fake_report  # type: ignore[attr-defined]
 sys.modules[report.__name__] = report

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import yaml
 
+from gspo.common.config.loading import read_config
 from tests.support.gpu_machine import gpu_machine
 
 HERE = Path(__file__).parent
@@ -138,6 +139,9 @@ def test_what_dies_is_started_again_with_resume_on_the_same_gpus(gspo: Gspo, tmp
     ]
     assert "learner-0 died (killed by SIGSEGV): Segmentation fault. Starting it again in 0.5 s (1 of 5)" in output
     assert ["--resume" in start for start in gspo.starts("learner-0")] == [False, True]
+    # Each process sees other GPUs, and all of them read the same values.
+    assert "generation.dtype: bfloat16, generation.replicas: 1, learner.dtype: bfloat16" in output
+    assert read_config(gspo.run_dir / "config.yaml").learner.dtype == "bfloat16"
 
 
 def test_a_service_that_dies_too_often_ends_the_run_with_its_last_words(gspo: Gspo) -> None:
@@ -181,7 +185,7 @@ def test_a_service_that_never_gets_ready_ends_the_start(gspo: Gspo) -> None:
     code, output = gspo.run(fake="coordinator:never-ready coordinator:hang")
     assert code == 1, output
     assert "not ready after 8 s (run.start_timeout_s): coordinator-0: waiting for rewards of 3 groups (for " in output
-    # A starting service has nothing to drain: it gets less than the 15 s of a training one.
+    # A starting service has nothing to drain: it gets less than the 25 s of a training one.
     assert "waiting up to 2 s for coordinator-0 to end" in output
     assert "coordinator-0 did not end within 4 s of SIGTERM; killing it" in output
     assert gspo.remaining() == []
@@ -237,7 +241,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(gspo: Gspo) -> None:
     process.send_signal(signal.SIGINT)
     until(lambda: "stopping: up to 60 s" in process.stdout.readline(), "the first answer")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)  # far below the drain's 60 s, and the 15 s that SIGTERM would be given
+    process.communicate(timeout=20)  # far below the drain's 60 s, and the 25 s that SIGTERM would be given
     assert process.returncode == 130
     assert gspo.remaining() == []
 

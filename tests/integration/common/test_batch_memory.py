@@ -126,7 +126,8 @@ async def test_the_entries_in_redis(redis: Redis, keys: Keys) -> None:
             await redis.hset(keys.partial, rollout_key(base + number // SIZE, number % SIZE), DONE)
 
     before = await used()
-    task = training_task(config_of(), 0, Prompt(token_ids=[7, 8, 9], text="1+2="))
+    config = config_of()
+    task = training_task(config, config.sources[0], 0, Prompt(token_ids=[7, 8, 9], text="1+2="))
     entry = OpenGroup(1, time.time(), time.time(), 0).to_json()
     for group in range(NUM):
         await redis.xadd(keys.prompts, {FIELD: task.SerializeToString()})

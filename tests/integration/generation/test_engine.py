@@ -22,6 +22,7 @@ from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.integration.generation.conftest import SharedEngine
 from tests.support.tiny_model import make_tiny_model
+from tests.support.weights import stage
 
 TEMPERATURE = 0.7
 EOS = 2
@@ -59,20 +60,6 @@ def difference(reference: Reference, prompts: list[list[int]], completions: list
     """Reported minus reference log-prob of all tokens of all answers."""
     parts = [np.array(c.logp) - reference.logp(p, c.token_ids) for p, c in zip(prompts, completions, strict=True)]
     return np.concatenate(parts)
-
-
-def push(copies: PolicyCopies, folder: Path) -> PolicyCopies:
-    """Stage another model's weights in full, in pieces, as a push does."""
-    other = PolicyCopies.from_folder(folder, "float32")
-    copies.begin(changes=False)
-    for name in copies.places:
-        bits = other.serving.bits(name)
-        half = len(bits) // 2
-        copies.write(name, 0, bits[:half].tobytes())
-        copies.write(name, half, bits[half:].tobytes())
-    assert copies.staged_digest() == other.serving_digest()
-    other.close()
-    return copies
 
 
 async def running(engine: Engine, how: EngineSampling) -> list[asyncio.Task[Completion]]:
@@ -160,7 +147,7 @@ async def test_a_push_with_requests_in_flight(generator: SharedEngine, tmp_path:
     old_folder, old = generator.folder, engine.version
     new_folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
     tasks = await running(engine, sampling(300, ignore_eos=True))
-    push(copies, new_folder)
+    stage(copies, new_folder)
     digest = copies.staged_digest()
     times = await engine.load(old + 1, copies, on_update=on_update, timeout_s=60)
     generator.folders.append(new_folder)
@@ -198,7 +185,7 @@ async def test_a_push_under_restart_ends_in_flight_requests(generator: SharedEng
     engine, copies, old = generator.engine, generator.copies, generator.engine.version
     folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
     tasks = await running(engine, sampling(300, ignore_eos=True))
-    push(copies, folder)
+    stage(copies, folder)
     await engine.load(old + 1, copies, on_update="restart", timeout_s=60)
     generator.folders.append(folder)
     for completion in await asyncio.gather(*tasks):
@@ -223,7 +210,7 @@ async def test_what_goes_on_after_a_push_meets_no_keys_and_values_of_before_it(
     assert np.abs(np.array(again.logp) - before.logp(longer, again.token_ids)).max() < 1e-4
 
     folder = make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0)
-    await engine.load(old + 1, push(copies, folder), on_update=on_update, timeout_s=60)
+    await engine.load(old + 1, stage(copies, folder), on_update=on_update, timeout_s=60)
     generator.folders.append(folder)
     later = await engine.generate("later", longer, sampling(20, ignore_eos=True))
     after = Reference.load(folder)
@@ -261,7 +248,7 @@ async def test_changes_give_the_same_weights_as_a_full_push(generator: SharedEng
 async def test_a_failed_load_leaves_the_old_weights_serving(generator: SharedEngine, tmp_path: Path) -> None:
     engine, copies = generator.engine, generator.copies
     version, digest = engine.version, copies.serving_digest()
-    push(copies, make_tiny_model(tmp_path / "new", seed=99, scale=4.0))
+    stage(copies, make_tiny_model(tmp_path / "new", seed=99, scale=4.0))
     tasks = await running(engine, sampling(300, ignore_eos=True))
     # In the middle of the second layer, when the first has taken its new weights already.
     good = copies.staged.update_info
@@ -312,7 +299,7 @@ async def test_a_push_may_leave_out_what_the_engine_ignores_and_nothing_else(
     with pytest.raises(LoadFailedError, match=f"the push has no tensor '{needed}', which this model loads"):
         await engine.load(version + 2, pushed_without(ignored, needed), on_update="recompute", timeout_s=60)
     assert (engine.version, copies.serving_digest()) == (version + 1, whole.serving_digest())
-    await engine.load(version + 2, push(generator.copies, plain), on_update="recompute", timeout_s=60)
+    await engine.load(version + 2, stage(generator.copies, plain), on_update="recompute", timeout_s=60)
     delta = difference(Reference.load(plain), PROMPTS, await answers(engine, sampling(60)))
     assert delta.std() < 1e-5
     generator.folders.append(plain)
@@ -346,7 +333,7 @@ async def test_compiled_graphs_serve_pushed_weights(tmp_path: Path) -> None:
     try:
         for version, folder in enumerate(folders):
             if version:
-                await engine.load(version, push(copies, folder), on_update="recompute", timeout_s=60)
+                await engine.load(version, stage(copies, folder), on_update="recompute", timeout_s=60)
             delta = difference(Reference.load(folder), PROMPTS, await answers(engine, sampling(60)))
             assert delta.std() < 1e-5
             assert np.abs(delta).max() < 1e-4

@@ -104,7 +104,7 @@ async def test_a_step_of_a_replica_that_hangs_without_a_heartbeat_is_repeated_el
         async with registered(redis, keys, other):
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
-            await environments.refresh()
+            await environments._replicas.refresh()
             assert (await step).version == "b"
 
 

@@ -197,6 +197,31 @@ async def test_a_generator_that_stops_saves_its_rollouts_and_returns_their_tasks
     assert all(len(state.token_ids) >= min(sampled.values()) and state.delivery == 0 for state in states)
 
 
+async def test_leases_outlive_a_sleep_of_the_engine(redis: Redis, keys: Keys, redis_url: str, tmp_path: Path) -> None:
+    """As in the learner's shift on shared cards: no other generator takes the rollouts, and they go on after it."""
+    config = configure(tmp_path, save_tokens=1000)
+    sleeping = start(config, redis_url, "sleeping")
+    await issue(redis, keys, 7)
+    await sampled_at_least(sleeping, 10)
+    await sleeping.engine.sleep(on_update="recompute", timeout_s=5)
+    other = start(config, redis_url, "other", version=1)
+    await asyncio.sleep(4 * config.services.lease_s)
+    assert (sleeping.loop.num_running, other.loop.num_running) == (4, 0)
+    delivered = await redis.xpending_range(keys.prompts, "generation", "-", "+", 10)
+    assert [entry["times_delivered"] for entry in delivered] == [1]
+    copies = PolicyCopies(SHAPES, "bfloat16")
+    copies.begin(changes=False)
+    for name, bits in policy(1).bits.items():
+        copies.write(name, 0, bits.tobytes())
+    await sleeping.engine.wake(1, copies, timeout_s=5)
+    for rollout in await finished(redis, keys, 4):
+        assert rollout.generator == "generation-sleeping" and set(rollout.version) == {0, 1}
+        check_tokens(rollout, {0: KEYS[0], 1: key_of(copies, copies.serving)})
+    await sleeping.end()
+    await other.end()
+    copies.close()
+
+
 async def test_new_weights_under_restart_drop_the_tokens_and_keep_the_ids(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:

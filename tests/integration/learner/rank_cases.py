@@ -19,6 +19,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from safetensors.torch import save_file
 from torch import distributed
 
+from gspo.common.config.schema import Config
 from gspo.learner.training.trainer import Trainer
 from tests.support.training import figure_cases
 from tests.support.training.rollout_rows import make_config, make_rows, train, with_version
@@ -36,16 +37,35 @@ CASES: dict[str, dict[str, Any]] = {
     "zero-3-checkpointing": {"zero_stage": 3, "gradient_checkpointing": True},
     "zero-3-offload": {"zero_stage": 3, "offload": "optimizer"},
     "zero-3-offload-all": {"zero_stage": 3, "offload": "all"},
+    "zero-0-one-line": {"sequence_ranks": 2},
+    "zero-1-one-line": {"sequence_ranks": 2, "zero_stage": 1, "micro_batch_tokens": 131},
+    "zero-3-one-line": {"sequence_ranks": 2, "zero_stage": 3, "gradient_checkpointing": True},
     "zero-3-bfloat16": {"zero_stage": 3, "dtype": "bfloat16"},
 }
-# With a lag each keeps an earlier version's weights, whole, in parts of its own, or spread.
-LAGGING = ("zero-0", "zero-2", "zero-3")
+# With a lag each keeps an earlier version's weights: the first rank, or each rank its parts. DeepSpeed leaves the
+# smaller weights whole beside the parts in the last.
+LAGGING: dict[str, dict[str, Any]] = {
+    "zero-0": {},
+    "zero-2": {"zero_stage": 2},
+    "zero-3": {"zero_stage": 3},
+    "zero-3-offload-all": {"zero_stage": 3, "offload": "all"},
+    "zero-3-persistent": {
+        "zero_stage": 3,
+        "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 4096}},
+    },
+}
 ALGORITHM = {"pg_clip": 0.05, "use_kl_loss": True}
+
+
+def case_config(model: Path, learner: dict[str, Any]) -> Config:
+    """The configuration of a case: with a reference, and a smaller teacher than a rank's part of either."""
+    teacher = {"path": str(model / figure_cases.TEACHER), "kl_in": "loss", "coef": 0.1}
+    return make_config(model, algorithm=ALGORITHM, teacher=teacher, learner=learner)
 
 
 def gradient(trainer: Trainer) -> Iterator[torch.Tensor]:
     """The first optimizer step's gradient, parameter by parameter: AdamW's first moment is a tenth of it."""
-    for parameter in trainer._model.parameters():
+    for parameter in (it for it in trainer._model.parameters() if it.requires_grad):
         if trainer._config.learner.zero_stage:
             moment = safe_get_full_optimizer_state(parameter, "exp_avg")
         else:
@@ -58,7 +78,7 @@ def run_case(model: Path, learner: dict[str, Any]) -> tuple[Trainer, dict[str, A
     rows = make_rows(model, num_mini_batches=1)
     # Some have no advantage, so they count in the KL term alone.
     rows = [replace(row, advantage=0.0) if row.group == 3 else row for row in rows]
-    trainer = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model)
+    trainer = Trainer(case_config(model, learner), model)
     figures = train(trainer, STEP, rows).metrics
     return trainer, figures, torch.cat(list(gradient(trainer)))
 
@@ -80,9 +100,17 @@ def lagging(model: Path, learner: dict[str, Any]) -> tuple[dict[str, float], dic
     return figures, trainer.policy()
 
 
-def go_on(model: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """The policy one step after a checkpoint without ZeRO."""
-    trainer = Trainer(make_config(model, algorithm=ALGORITHM), model)
+def moved_bytes(trainer: Trainer) -> list[int]:
+    """The states go to host memory and come back; the bytes of each rank."""
+    kept: list[int | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(kept, trainer._states.move_to_host())
+    trainer.move_to_device()
+    return [num_bytes for num_bytes in kept if num_bytes is not None]
+
+
+def go_on(model: Path, folder: Path, learner: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The policy one step after a checkpoint."""
+    trainer = Trainer(case_config(model, learner), model)
     trainer.load(folder)
     train(trainer, STEP + 1, make_rows(model, step=STEP + 1))
     return trainer.policy()
@@ -91,31 +119,35 @@ def go_on(model: Path, folder: Path) -> dict[str, torch.Tensor]:
 def main() -> None:
     """Every case, and a checkpoint of each from which another trainer continues."""
     model, alone, out = map(Path, sys.argv[1:])
-    for name in LAGGING:
-        figures, policy = lagging(model, CASES[name])
+    for name, learner in LAGGING.items():
+        figures, policy = lagging(model, learner)
         if distributed.get_rank() == 0:
             (out / f"{name}-lagging.json").write_text(json.dumps(figures))
             save_file(policy, out / f"{name}-lagging.safetensors")
     for name in figure_cases.CASES:
         figure_cases.train_case(model, name, out / f"figures-{name}")
-    gone_on = go_on(model, alone)
-    if distributed.get_rank() == 0:
-        save_file(gone_on, out / "gone-on.safetensors")
     for name, learner in CASES.items():
+        gone_on = go_on(model, alone, learner)
+        if distributed.get_rank() == 0:
+            save_file(gone_on, out / f"{name}-gone-on.safetensors")
         trainer, figures, vector = run_case(model, learner)
         exact = {f"weights.{key}": value for key, value in trainer.policy().items()}
         trainer.save(out / name, {})
         not_applied = updates_not_applied(model, trainer)
         after = trainer.policy()
-        again = Trainer(make_config(model, algorithm=ALGORITHM, learner=learner), model)
+        again = Trainer(case_config(model, learner), model)
         again.load(out / name)
+        moved = moved_bytes(again)
         updates_not_applied(model, again)
         repeated = again.policy()
         if distributed.get_rank() == 0:
             same = all(torch.equal(after[key], repeated[key]) for key in after)
-            facts = {"figures": figures, "not_applied": not_applied, "same_after_a_resume": same}
+            facts = {"figures": figures, "not_applied": not_applied, "same_after_a_resume_and_a_move": same}
+            facts |= {"cards": trainer.cards, "moved_bytes": moved}
             (out / f"{name}.json").write_text(json.dumps(facts))
             save_file({"gradient": vector, **exact}, out / f"{name}.safetensors")
+    # Its threads may otherwise abort a process that ends beside them.
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.common.config.schema import Config
+from gspo.common.streams.card_engines import CardEngine, CardEngines
+from gspo.common.streams.card_shift import CardShift
 from gspo.common.streams.events import Events
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished
-from tests.support.service_process import registered, service_process, wait_exit
+from tests.support.service_process import log_events, registered, service_process, wait_exit
 from tests.support.training.learner_feed import LearnerFeed, lines, run_of
 
 pytestmark = pytest.mark.timeout(400)
@@ -35,9 +37,9 @@ def calls_of(process: psutil.Process, port: int) -> int:
     return sum(bool(c.raddr) and c.raddr.port == port for c in process.net_connections("tcp"))
 
 
-async def end(redis: Redis, keys: Keys, feeder: LearnerFeed, process: subprocess.Popen[bytes]) -> None:
-    """The coordinator's Finished event, after which all ranks end."""
-    assert (await feeder.event("training_done")).training_done.step == 3
+async def end(redis: Redis, keys: Keys, feeder: LearnerFeed, process: subprocess.Popen[bytes], step: int = 3) -> None:
+    """The coordinator's Finished event after the last step, at which all ranks end."""
+    assert (await feeder.event("training_done")).training_done.step == step
     await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="done")))
     assert await asyncio.to_thread(wait_exit, process, 60) == 0
 
@@ -76,6 +78,32 @@ async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
     assert [line["step"] for line in lines(config, "metrics.jsonl")] == [1, 2, 3]
     assert (config.run_dir / "checkpoints" / "step-000003" / "manifest.json").is_file()
     assert (config.run_dir / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_on_shared_cards_ranks_wait_while_generators_fall_asleep_and_move_their_states(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    """Rank zero alone waits for generators. The others wait for it, longer than for a rank that trains."""
+    rank_timeout_s = 12.0
+    learner = {"ranks": 2, "zero_stage": 2, "rank_timeout_s": rank_timeout_s}
+    config = run_of(tmp_path, placement="shared", staleness={"max_lag": 0}, learner=learner, run={"total_steps": 2})
+    engines, feeder = CardEngines(redis, keys), LearnerFeed(redis, keys)
+    await engines.keep("uid", CardEngine("generation-0", "node-1", is_supervised=True))
+    with service_process("learner", config, redis_url) as process:
+        while len(ranks(process)) < 2 or not await CardShift(redis, keys).read():
+            assert process.poll() is None
+            await asyncio.sleep(0.2)
+        await asyncio.sleep(rank_timeout_s + 6.0)
+        await engines.forget("uid")
+        await registered(process, redis, keys, "learner")
+        for step in (1, 2):
+            await feeder.feed(range(4 * step - 4, 4 * step), step - 1)
+            await feeder.event("step_done", num=step)
+        await end(redis, keys, feeder, process, 2)
+    moves = [event for event in log_events(config.run_dir / "learner.log") if event["event"] == "states_in_host_memory"]
+    # After the loading, after each step but the last, and at the end, by each rank.
+    assert [move.get("rank", 0) for move in moves].count(0) == [move.get("rank") for move in moves].count(1) == 3
 
 
 def test_a_rank_dies_with_its_launcher() -> None:

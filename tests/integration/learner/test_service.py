@@ -16,6 +16,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.common.network.grpc_server import open_channel
+from gspo.common.streams.card_engines import CardEngine, CardEngines
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import append
 from gspo.common.streams.instances import list_instances
@@ -102,6 +103,33 @@ async def test_a_stop_leaves_a_checkpoint_and_open_groups(
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
     assert not (config.run_dir / "log" / "settled.jsonl").read_text()
     assert (await redis.xpending(keys.scored, "learner"))["pending"] == 2 * NUM_ROLLOUTS
+
+
+async def test_a_stop_while_a_generator_keeps_the_cards_ends_as_stopped_and_a_resume_trains_the_logged_step(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_of(tmp_path, placement="shared", staleness={"max_lag": 0}, run={"total_steps": 1})
+    feeder, engines = LearnerFeed(redis, keys), CardEngines(redis, keys)
+    with service_process("learner", config, redis_url) as process:
+        await registered(process, redis, keys, "learner")
+        await engines.keep("uid", CardEngine("generation-0", "node-1", is_supervised=True))
+        await feeder.feed(range(4), 0)
+        async with asyncio.timeout(30):
+            while (await list_instances(redis, keys, "learner"))[0].activity["what"] != "generators":
+                await asyncio.sleep(0.1)
+        await Events(redis, keys, "coordinator").send(Event(stop_requested=StopRequested(reason="Ctrl-C")))
+        done = (await feeder.event("training_done")).training_done
+        assert (done.step, done.end, done.reason) == (0, RUN_END_STOPPED, "stopped: Ctrl-C")
+        await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="stopped")))
+        assert await asyncio.to_thread(wait_exit, process, 20) == 0
+    assert [path.name for path in (config.run_dir / "log").glob("*.parquet")] == ["step-000001.parquet"]
+    assert [line["version"] for line in lines(config, "policy.jsonl")] == [0]
+    await engines.forget("uid")
+    with service_process("learner", config, redis_url, "--resume"):
+        done = (await feeder.event("training_done", num=2)).training_done
+        assert (done.step, done.reason) == (1, "total_steps 1 reached")
+        await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="done")))
+    assert [line["version"] for line in lines(config, "policy.jsonl")] == [0, 1]
 
 
 async def test_groups_left_open_at_the_end_are_unused_and_a_failed_group_has_its_reason(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gspo.common.errors import InputError
+from gspo.common.model.files import read_model_files
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
-from tests.integration.learner.rank_cases import ALGORITHM, CASES, LAGGING, go_on, lagging, run_case
-from tests.support.tiny_model import make_tiny_model
+from tests.integration.learner.rank_cases import CASES, LAGGING, STEP, case_config, go_on, lagging, run_case
 from tests.support.training import figure_cases
 from tests.support.training.figure_reference import assert_figures_of_the_log
-from tests.support.training.rollout_rows import make_config
+from tests.support.training.rollout_rows import make_rows, train
+from tests.support.training.started_ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(400)
 EXACT = [case for case in CASES if "bfloat16" not in case]
@@ -28,7 +25,7 @@ EXACT = [case for case in CASES if "bfloat16" not in case]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("policy"), scale=4.0)
+    return figure_cases.make_figure_models(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +48,8 @@ def together(
 ) -> Path:
     """The results of two ranks in every case. Without a compiler: DeepSpeed must not need one."""
     out = tmp_path_factory.mktemp("cases")
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += ["-m", "tests.integration.learner.rank_cases", *map(str, (folder, checkpoint, out))]
-    environment = {**os.environ, "CXX": "/nonexistent/c++", "CC": "/nonexistent/cc", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=360, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    compilers = {"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc"}
+    run_ranks(2, "tests.integration.learner.rank_cases", folder, checkpoint, out, timeout_s=360, **compilers)
     return out
 
 
@@ -80,6 +74,12 @@ def test_every_figure_of_two_ranks_follows_from_the_log(together: Path, folder: 
     assert_figures_of_the_log(logged, log, folder, figure_cases.figure_config(folder, case))
 
 
+def test_every_rank_is_a_card_with_a_measured_peak(together: Path) -> None:
+    cards = json.loads((together / "zero-3.json").read_text())["cards"]
+    assert cards.keys() == {"CPU of rank 0", "CPU of rank 1"}
+    assert all(1e9 < peak < 1e14 for peak in cards.values())
+
+
 def test_bfloat16_has_float32_masters_under_zero_3_too(
     together: Path, alone: tuple[dict[str, Any], torch.Tensor]
 ) -> None:
@@ -94,10 +94,25 @@ def test_bfloat16_has_float32_masters_under_zero_3_too(
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_not_finite_on_one_rank_is_left_out_on_all_and_a_resume_repeats_it(together: Path, case: str) -> None:
+    """Also where the states were in host memory in between, as on cards that generators share."""
     result = json.loads((together / f"{case}.json").read_text())
     assert len(result["not_applied"]) == 1
     assert result["not_applied"][0].startswith("1: the loss is")
-    assert result["same_after_a_resume"]
+    assert result["same_after_a_resume_and_a_move"]
+
+
+@pytest.mark.parametrize(("case", "num_floats"), [("zero-0", 2), ("zero-2", 2.5), ("zero-3", 3)])
+def test_each_rank_moves_its_states_to_host_memory(together: Path, folder: Path, case: str, num_floats: float) -> None:
+    """Floats of each parameter: two moments, under ZeRO 2 half of these, of the weights of the optimizer, and all
+    weights. Under ZeRO 3 it is half of all, with reference, gradients and teacher. Weights in a mapped file do not
+    move.
+    """
+    result = json.loads((together / f"{case}.json").read_text())
+    tensors = load_file(together / f"{case}.safetensors")
+    num_parameters = sum(tensor.numel() for name, tensor in tensors.items() if name.startswith("weights."))
+    teacher = read_model_files(folder / figure_cases.TEACHER, allow_pickle=False).num_parameters
+    kept = num_floats * num_parameters + (teacher / 2 if case == "zero-3" else 0)
+    assert result["moved_bytes"] == pytest.approx([4 * kept] * 2, rel=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +124,7 @@ def lagging_alone(folder: Path) -> tuple[dict[str, float], dict[str, torch.Tenso
 def test_two_ranks_measure_the_mismatch_of_an_earlier_version_as_one_does(
     together: Path, lagging_alone: tuple[dict[str, float], dict[str, torch.Tensor]], case: str
 ) -> None:
-    """Both ranks score under the weights that are kept on the first, and each has its own again after it."""
+    """Both ranks score under the kept weights, and each has its own again after it."""
     expected, policy = lagging_alone
     figures = json.loads((together / f"{case}-lagging.json").read_text())
     assert expected["sigma_token"] == pytest.approx(0.05, rel=0.2)
@@ -125,23 +140,21 @@ def assert_close(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         assert (tensors[name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 
-def test_without_zero_a_run_goes_on_with_another_number_of_ranks(
-    together: Path, folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path
+@pytest.mark.parametrize("case", ["zero-0", "zero-1", "zero-2-offload", "zero-3", "zero-3-offload-all"])
+def test_two_ranks_go_on_from_the_checkpoint_of_one(
+    together: Path, folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, case: str
 ) -> None:
-    """From one to two, and from two to one."""
-    assert_close(load_file(together / "gone-on.safetensors"), go_on(folder, checkpoint))
-    trainer = Trainer(make_config(folder, algorithm=ALGORITHM), folder)
-    trainer.load(together / "zero-0")
-    written = load_file(together / "zero-0.safetensors")
+    assert_close(load_file(together / f"{case}-gone-on.safetensors"), go_on(folder, checkpoint, CASES["zero-0"]))
+
+
+@pytest.mark.parametrize("case", ["zero-0", "zero-1", "zero-2", "zero-3", "zero-3-offload"])
+def test_one_rank_goes_on_from_the_checkpoint_of_two(
+    together: Path, folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, case: str
+) -> None:
+    """With the weights of the two to the bit, and with their moments."""
+    trainer = Trainer(case_config(folder, CASES[case]), folder)
+    trainer.load(together / case)
+    written = load_file(together / f"{case}.safetensors")
     assert all(torch.equal(tensor, written[f"weights.{name}"]) for name, tensor in trainer.policy().items())
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_each_rank_wrote_its_part_of_needs_the_same_number(together: Path, folder: Path, stage: int) -> None:
-    trainer = Trainer(make_config(folder, algorithm=ALGORITHM, learner={"zero_stage": stage}), folder)
-    with pytest.raises(InputError) as caught:
-        trainer.load(together / f"zero-{stage}")
-    assert caught.value.where == "learner.ranks"
-    assert "1 is not the number of ranks that wrote the checkpoint" in caught.value.rule
-    assert f"2; under ZeRO {stage} (learner.zero_stage) each wrote its own part" in caught.value.rule
-    assert caught.value.fix == "Start 2 ranks: only a run with zero_stage 0 can change their number"
+    train(trainer, STEP + 1, make_rows(folder, step=STEP + 1))
+    assert_close(trainer.policy(), go_on(folder, checkpoint, CASES["zero-0"]))

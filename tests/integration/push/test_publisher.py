@@ -17,7 +17,7 @@ from gspo.common.errors import InputError
 from gspo.common.network.grpc_server import open_channel
 from gspo.common.telemetry import metrics
 from gspo.generation.receiver import PushRefusedError
-from gspo.learner.push import replicas
+from gspo.learner.push import policy_weights, replicas
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
@@ -56,20 +56,52 @@ async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_jo
     redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_config(tmp_path, make_run)
-    async with generator(config, redis_url) as first, learner(config, redis_url) as learning:
+    async with generator(config, redis_url, cards={"GPU-1": "A"}) as first, learner(config, redis_url) as learning:
         for version in (3, 4):
             learning.publisher.publish(policy(version))
             await learning.until(lambda version=version: serve([first], policy(version)))
         assert [bool(header.base_digest) for header in first.headers] == [False, True]
         # In the middle of the run; the name and the process id are the first one's, as in two containers.
-        async with generator(config, redis_url) as second:
+        async with generator(config, redis_url, cards={"GPU-1": "A", "GPU-2": "B"}) as second:
             await learning.until(lambda: serve([second], policy(4)))
+            assert learning.publisher.generator_cards == {"GPU-1": "A", "GPU-2": "B"}
             learning.publisher.publish(policy(5))
             await learning.until(lambda: serve([first, second], policy(5)))
             await learning.until(lambda: learning.states() == ["current", "current"])
             assert [bool(header.base_digest) for header in second.headers] == [False, True]
     assert [live.version for live in learning.live] == [3, 4, 5]
     assert learning.live[1].bytes < 0.01 * learning.live[0].bytes
+
+
+async def test_a_generator_that_is_some_versions_behind_gets_their_changes_each_packed_once(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two generators one misses two versions; with a lag of two the changes of three versions are kept."""
+    packed = []
+    pack = policy_weights.pack_changes
+    monkeypatch.setattr(policy_weights, "pack_changes", lambda new, old: packed.append(len(new)) or pack(new, old))
+    config = make_run(tmp_path, tmp_path, generation={"dtype": "bfloat16"}, staleness={"max_lag": 2})
+    async with (
+        generator(config, redis_url, "generation-0") as slow,
+        generator(config, redis_url, "generation-1") as quick,
+        learner(config, redis_url) as learning,
+    ):
+        learning.publisher.publish(policy(1))
+        await learning.until(lambda: serve([slow, quick], policy(1)))
+        await learning.until(lambda: learning.states() == ["current", "current"])
+        slow.engine.refusing = True
+        for version in (2, 3):
+            learning.publisher.publish(policy(version))
+            await learning.until(lambda version=version: serve([quick], policy(version)))
+        # Its next push brings version 4: of the two before it has neither.
+        slow.engine.refusing = False
+        learning.publisher.publish(policy(4))
+        await learning.until(lambda: serve([slow, quick], policy(4)))
+    # It may have asked for version 3 again before version 4 was published.
+    assert any(header.base_digest == policy(1).digest and header.version > 2 for header in slow.headers)
+    assert [bool(header.base_digest) for header in slow.headers[1:]] == [True] * (len(slow.headers) - 1)
+    num_elements = sum(bits.size for bits in policy(0).bits.values())
+    assert sum(packed) == 3 * num_elements, "the changes of a version were packed again"
 
 
 async def test_a_generator_that_misses_its_deadline_holds_nobody_up_and_is_asked_what_it_has(

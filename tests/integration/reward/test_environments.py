@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from gspo.common.config.reward import EnvironmentConfig, RewardConfig
+from gspo.common.config.sources import Source
 from gspo.common.errors import InputError
 from gspo.reward.check import check
 from gspo.reward.functions.environment_steps import EnvironmentSteps
@@ -74,7 +75,9 @@ async def scorer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scor
     )
     config = RewardConfig.model_validate({"functions": [{"path": folder}]})
     tools = EnvironmentConfig(builtin="tools", tools=("calculator", "python"), step_timeout_s=2.0, weight=0.5)
-    async with open_scorer(config, name="reward-0", environment=tools) as scorer:
+    async with open_scorer(
+        config, name="reward-0", sources=[Source(functions=config.functions, environment=tools)]
+    ) as scorer:
         yield scorer
 
 

@@ -20,6 +20,8 @@ from tests.support.tiny_model import make_tiny_model
 
 STEPS, GROUPS, SIZE = 3, 4, 4
 CLIP_LOW, CLIP_HIGH, LEARNING_RATE = 0.02, 0.02, 1e-3
+# Bounds of an answer's probability over that at sampling, which some of the second mini-batches leave.
+BEHAVIOR_LOW, BEHAVIOR_HIGH = 0.9, 1.1
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +66,10 @@ def run(folder: Path, versions: list[str], watched: RunObservations) -> WholeRun
                 "num_return_sequences_in_group": SIZE,
                 "pg_clip_low": CLIP_LOW,
                 "pg_clip_high": CLIP_HIGH,
+                "behavior_correction": "mask",
+                "behavior_level": "product",
+                "behavior_low": BEHAVIOR_LOW,
+                "behavior_high": BEHAVIOR_HIGH,
             },
             learner={"learning_rate": LEARNING_RATE},
             evaluation={"prompts": "eval.jsonl", "num_answers": 2, "every": 1, "keep_best": "sampled_mean"},

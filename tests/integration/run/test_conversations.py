@@ -1,38 +1,48 @@
-"""Both conversation examples as a user starts them, cold start and all, cut short: their log, figures and report.
+"""Both conversation examples, cold start and all, cut short: their log, figures, panels and report.
 
-Not here: what a turn is made of (tests/unit/generation, tests/integration/generation), and learning, for which a
-policy of so few lessons is too poor.
+One is as it is, the other a user's copy with more keys of the objective. Not here: what a turn is made of
+(tests/unit/generation, tests/integration/generation), and learning, for which a policy of so few lessons is too poor.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import sys
+import shutil
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from gspo.common.config.loading import read_config
-from tests.support.gspo_run import WholeRun, run_to_end
+from tests.conftest import free_port
+from tests.support.gspo_run import EXAMPLES, WholeRun, example_run
+from tests.support.monitoring.prometheus_names import panel_queries
+from tests.support.monitoring.prometheus_server import Prometheus
+from tests.support.monitoring.run_observer import followed
 
 pytestmark = pytest.mark.timeout(600)
-EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS, ROLLOUTS = 2, 16 * 8
 # Enough for tool calls that can be read and for guesses that are numbers.
-LESSONS = 60
+LESSONS, OPTIONS = 60, ("--steps", str(STEPS))
 
 
-def demo(name: str, folder: Path) -> WholeRun:
-    command: list[str | Path] = [sys.executable, EXAMPLES / name / "demo.py", "--steps", str(STEPS)]
-    command += ["--cold-start-steps", str(LESSONS), "--runs", folder / "runs", "--cache", folder / "cache"]
-    printed = run_to_end(command)
-    (run_dir,) = (path.parent for path in folder.glob("runs/*/summary.json"))
-    return WholeRun(folder, run_dir, printed)
+def copy_with(name: str, folder: Path, **algorithm: Any) -> Path:
+    """A user's copy of an example, with these keys of `algorithm`."""
+    for shared in ("conversations.py", "small_model.py"):
+        shutil.copy(EXAMPLES / shared, folder)
+    example = shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    config = yaml.safe_load((example / "config.yaml").read_text())
+    config["algorithm"] |= algorithm
+    (example / "config.yaml").write_text(yaml.safe_dump(config))
+    return example
 
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
@@ -95,9 +105,48 @@ def plots_of(run: WholeRun) -> set[str]:
     return {name for name, data in plots.items() if data in page}
 
 
-def test_the_calculator_is_called_and_its_answers_are_in_the_conversations(tmp_path: Path) -> None:
-    run = demo("calculator", tmp_path)
+def check_panels(prometheus: Prometheus, run: WholeRun, began_unix_s: float) -> None:
+    """Each panel on conversations shows figures of the steps."""
+    lines = run.lines("metrics.jsonl")
+    for panel, query in panel_queries(of_conversations=True).items():
+        series = prometheus.query_range(query, began_unix_s, time.time())
+        shown = {curve["metric"]["figure"]: {float(value) for _, value in curve["values"]} for curve in series}
+        assert shown, panel
+        for figure, values in shown.items():
+            assert values <= {line["figures"].get(figure) for line in lines}, panel
+
+
+def check_advantages(rows: list[dict[str, Any]]) -> None:
+    """Each reward less the mean of the others of its group."""
+    for row in rows:
+        others = [o["reward"] for o in rows if o["group"] == row["group"] and o["number"] != row["number"]]
+        assert row["advantage"] == pytest.approx(row["reward"] - sum(others) / len(others), abs=1e-6)
+
+
+@pytest.fixture
+def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
+    server = Prometheus(tmp_path / "prometheus", free_port())
+    yield server
+    server.close()
+
+
+def test_the_calculator_is_called_and_its_answers_are_in_the_conversations(
+    tmp_path: Path, prometheus: Prometheus
+) -> None:
+    keys = {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-turn-mean", "entropy_coef": 1e-3}
+    began_unix_s = time.time()
+    with ExitStack() as watching:
+        example = copy_with("calculator", tmp_path, **keys)
+        run = example_run(
+            example,
+            tmp_path,
+            LESSONS,
+            *OPTIONS,
+            watch=lambda run_dir: watching.enter_context(followed(prometheus, run_dir)),
+        )
     rows = check_run(run)
+    check_advantages(rows)
+    check_panels(prometheus, run, began_unix_s)
     called = [row for row in rows if row["num_tool_calls"]]
     assert called
     for row in called:
@@ -111,7 +160,7 @@ def test_the_calculator_is_called_and_its_answers_are_in_the_conversations(tmp_p
 
 @pytest.mark.long
 def test_a_game_ends_with_the_right_guess_and_its_steps_are_the_reward(tmp_path: Path) -> None:
-    run = demo("guess", tmp_path)
+    run = example_run(EXAMPLES / "guess", tmp_path, LESSONS, *OPTIONS)
     rows = check_run(run)
     won = [row for row in rows if row["outcome"] == "environment_done"]
     assert won

@@ -1,4 +1,6 @@
-"""LoRA on a mixture of experts through the whole system, where groups of equal rewards are replaced by others.
+"""LoRA on a mixture of experts with ROLL's block and a dense teacher, by two ranks that share lines, on two sources.
+
+One source has an environment, and groups of equal rewards are replaced by others.
 
 Not here: the books of a run (test_run.py), a mixture whose weights are trained themselves (test_run_moe.py).
 """
@@ -6,46 +8,105 @@ Not here: the books of a run (test_run.py), a mixture whose weights are trained 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from gspo.common.source_order import SourceOrder
+from gspo.common.telemetry.source_figures import figures_of
 from gspo.common.weights import policy_digest
 from tests.support.gspo_run import WholeRun, whole_run
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 STEPS, GROUPS = 2, 4
+ROLL = Path(__file__).parents[3] / "examples/arithmetic/roll.yaml"
+WEIGHTS = {"plain": 3.0, "game": 1.0}
+# One turn, whose letters are the reward: two answers of a group hardly have the same, so none of them is filtered.
+GAME = """
+def reset(task):
+    return {}, ""
+
+def step(state, action):
+    return state, "", sum(map(ord, action)) / 1000, True
+"""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     folder = tmp_path_factory.mktemp("run")
+    (folder / "game.py").write_text(GAME)
+    lines = [json.dumps({"question": [{"role": "user", "content": f"turn {n}"}]}) for n in range(5)]
+    (folder / "game.jsonl").write_text("\n".join(lines))
+    plain = {"name": "plain", "prompts": "prompts.jsonl", "weight": WEIGHTS["plain"]}
+    environment = {"path": "game.py", "turn_tokens": 6}
+    game = {"name": "game", "prompts": "game.jsonl", "functions": [], "prompt_column": "question"}
     return whole_run(
         folder,
         make_tiny_model(folder / "model", seed=3, scale=4.0, num_experts=4),
+        teacher={
+            "path": str(make_tiny_model(folder / "teacher", seed=4, scale=2.0, layers=1)),
+            "coef": 1e-4,
+            "kl_in": "loss",
+        },
         # Of two answers about half of the time both have the same reward.
         algorithm={
+            **yaml.safe_load(ROLL.read_text())["algorithm"],
             "rollout_batch_size": GROUPS,
             "num_return_sequences_in_group": 2,
-            "pg_clip_low": 0.1,
-            "pg_clip_high": 0.1,
+            "prompt_length": 64,
+            "response_length": 24,
             "filter_zero_spread": True,
         },
-        learner={"learning_rate": 1e-2, "lora": {"rank": 4}},
+        data={"prompts": None, "sources": [plain, {**game, "environment": environment}]},
+        evaluation={
+            "prompts": {"plain": "eval.jsonl", "game": "game.jsonl"},
+            "num_answers": 2,
+            "greedy": False,
+            "every": 0,
+            "limit": 3,
+            "keep_best": "sampled_mean",
+        },
+        learner={"learning_rate": 1e-2, "lora": {"rank": 4}, "ranks": 2, "sequence_ranks": 2},
         run={"total_steps": STEPS},
     )
 
 
+def test_the_start_shows_the_planned_memory(run: WholeRun) -> None:
+    """Also on a CPU, and with its activations."""
+    table = run.printed[run.printed.index("process ") : run.printed.index("(planned GiB of host memory)")]
+    assert [line.split()[0] for line in table.splitlines()] == ["process", "generation-0", "learner-0"]
+    assert "?" not in table and " MiB" in table
+
+
 def test_the_engine_serves_what_the_adapters_make_of_the_base(run: WholeRun) -> None:
+    """The engine's log-probs are those of the ranks, each of which has a part of a line."""
     versions = [{version for row in run.rows(step) for version in row["version"]} for step in (1, STEPS)]
     assert versions == [{0}, {STEPS - 1}], "the second step was not sampled from pushed weights"
     for line in run.lines("metrics.jsonl"):
         assert line["figures"]["sigma_token"] < 1e-5
     assert len({line["digest"] for line in run.lines("policy.jsonl")}) == STEPS + 1
+
+
+def test_the_teacher_scores_the_sampled_tokens(run: WholeRun) -> None:
+    """The KL from the log alone: old - teacher of each token, and by how much the policy has moved from old."""
+    teacher = AutoModelForCausalLM.from_pretrained(run.folder / "teacher", dtype=torch.float32)
+    for step, line in enumerate(run.lines("metrics.jsonl"), 1):
+        above = []
+        for row in run.rows(step):
+            ids = torch.tensor([[*row["prompt_token_ids"], *row["token_ids"]]])
+            with torch.inference_mode():
+                logits = teacher(input_ids=ids).logits[0, len(row["prompt_token_ids"]) - 1 : -1]
+            logp = torch.log_softmax(logits, -1).gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0]
+            above.append((torch.tensor(row["logp"]) - logp)[torch.tensor(row["mask"])])
+        moved = line["figures"]["token_log_ratio_mean"]
+        assert line["figures"]["teacher_kl"] == pytest.approx(float(torch.cat(above).mean()) + moved, abs=1e-4)
+    assert (run.run_dir / "plots" / "teacher.png").is_file()
 
 
 def test_the_export_is_the_base_with_its_adapters(run: WholeRun) -> None:
@@ -79,3 +140,48 @@ def test_groups_of_equal_rewards_are_settled_and_others_fill_the_batch(run: Whol
     groups = json.loads((run.run_dir / "summary.json").read_text())["groups"]
     assert (groups["trained"], groups["filtered"]) == (STEPS * GROUPS, len(filtered))
     assert sum(line["figures"]["groups_filtered"] for line in run.lines("metrics.jsonl")) <= len(filtered)
+
+
+def test_rolls_block_whitens_rewards_over_all_tokens_and_has_no_group_baseline(run: WholeRun) -> None:
+    lines = run.lines("metrics.jsonl")
+    for step, line in enumerate(lines, start=1):
+        rows = run.rows(step)
+        assert all(row["advantage"] == row["reward"] for row in rows)
+        reward_T = torch.cat([torch.full((sum(row["mask"]),), row["reward"], dtype=torch.float64) for row in rows])
+        whitened_T = (reward_T - reward_T.mean()) / (reward_T.var() + 1e-8).sqrt()
+        trained_T = whitened_T.clamp(-2.0, 2.0)
+        assert line["figures"]["advantage_mean"] == pytest.approx(float(trained_T.mean()), abs=1e-6)
+        assert line["figures"]["advantage_max"] == pytest.approx(float(trained_T.abs().max()))
+    # The reference is the base without adapters: the policy leaves it with the first mini-batch.
+    near, far = (line["figures"]["reference_kl"] for line in lines)
+    assert 0 < near < far
+
+
+def test_each_source_has_its_share_its_reward_and_its_figures(run: WholeRun) -> None:
+    order = SourceOrder([*WEIGHTS.values()])
+    for step, line in enumerate(run.lines("metrics.jsonl"), start=1):
+        for row in run.rows(step):
+            assert row["source"] == [*WEIGHTS][order.place(row["group"]).source]
+            (part,) = json.loads(row["parts_json"])
+            assert part["name"] == {"plain": "reward", "game": "environment"}[row["source"]]
+            assert bool(row["turns_json"]) == (row["source"] == "game")
+        for source in {row["source"] for row in run.rows(step)}:
+            own = [row for row in run.rows(step) if row["source"] == source]
+            seen = figures_of(source, line["figures"])
+            assert seen["groups"] == len({row["group"] for row in own})
+            assert seen["reward_mean"] == pytest.approx(sum(row["reward"] for row in own) / len(own))
+    assert {row["source"] for step in range(1, STEPS + 1) for row in run.rows(step)} == WEIGHTS.keys()
+    assert (run.run_dir / "plots" / "sources.png").is_file()
+
+
+def test_each_source_is_measured_and_the_best_version_is_that_of_their_mean(run: WholeRun) -> None:
+    means: dict[int, dict[str, float]] = {}
+    for line in run.lines("evaluations.jsonl"):
+        means.setdefault(line["version"], {})[line["file"]] = line["figures"]["sampled_mean"]
+        assert ("turns_mean" in line["figures"]) == (line["file"] == "game")
+    assert means.keys() == {0, STEPS}
+    total = sum(WEIGHTS.values())
+    scores = {v: sum(WEIGHTS[file] * mean[file] for file in WEIGHTS) / total for v, mean in means.items()}
+    best = json.loads((run.run_dir / "best" / "best.json").read_text())
+    assert best["score"] == pytest.approx(max(scores.values()))
+    assert scores[best["version"]] == pytest.approx(best["score"])

@@ -1,4 +1,4 @@
-"""A mixture of experts through the whole system, with GSPO and no routing replay; its export in both engines.
+"""A mixture of experts through the whole system, with CISPO and no routing replay; its export in both engines.
 
 Not here: the books of a run (test_run.py), stability (`python -m benchmarks moe`).
 """
@@ -33,12 +33,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     return whole_run(
         folder,
         model,
-        # A clip that an untrained policy stays in, so that weights move.
         algorithm={
+            "preset": "grpo",
+            "objective": "cispo",
             "rollout_batch_size": 4,
             "num_return_sequences_in_group": 4,
-            "pg_clip_low": 0.1,
-            "pg_clip_high": 0.1,
         },
         learner={"learning_rate": 1e-3},
         run={"total_steps": STEPS},

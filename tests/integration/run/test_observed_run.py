@@ -10,7 +10,6 @@ import math
 import re
 from collections import defaultdict
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from gspo.common.telemetry.step_time import seconds_by_cause
 from tests.integration.run.conftest import STEPS
 from tests.support.gspo_run import WholeRun
 from tests.support.monitoring.otlp_collector import Span
-from tests.support.monitoring.prometheus_server import ROOT
+from tests.support.monitoring.prometheus_names import panel_queries
 from tests.support.monitoring.run_observer import RunObservations, documented_commands
 
 pytestmark = pytest.mark.timeout(600)
@@ -27,19 +26,12 @@ pytestmark = pytest.mark.timeout(600)
 RATE_INTERVAL = "15s"
 
 
-def panels() -> list[Any]:
-    """(dashboard, title, query) of every query of every panel."""
-    return [
-        pytest.param(target["expr"], id=f"{path.stem}: {panel['title']} {target['refId']}")
-        for path in sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
-        for panel in json.loads(path.read_text())["panels"]
-        for target in panel.get("targets", ())
-    ]
+PANELS = panel_queries(of_conversations=False)
 
 
-@pytest.mark.parametrize("query", panels())
-def test_every_panel_has_data_of_a_real_run(query: str, run: WholeRun, watched: RunObservations) -> None:
-    asked = query.replace("$__rate_interval", RATE_INTERVAL)
+@pytest.mark.parametrize("panel", PANELS)
+def test_every_panel_has_data_of_a_real_run(panel: str, run: WholeRun, watched: RunObservations) -> None:
+    asked = PANELS[panel].replace("$__rate_interval", RATE_INTERVAL)
     result = watched.prometheus.query_range(asked, watched.began_unix_s, watched.ended_unix_s)
     values = [float(value) for series in result for _, value in series["values"]]
     assert any(math.isfinite(value) for value in values), result
@@ -134,6 +126,8 @@ def test_the_live_page_shows_what_each_process_uses_and_where_the_time_goes(
     assert 0 <= float(cores) < 64
     assert float(memory.replace(",", "")) > 100
     assert "bound by " in watched.page
+    use = r"MFU: learner [\d.]+%, whole loop [\d.]+%; trained tokens/s a card: [\d,]+ \(cards: 1\)"
+    assert re.search(use, watched.page)
     assert "%" in watched.page
 
 
@@ -144,6 +138,17 @@ def test_every_second_of_a_step_has_its_cause(run: WholeRun, watched: RunObserva
         assert sum(seconds_by_cause(figures).values()) == pytest.approx(whole, abs=1e-6)
     paused = [line["figures"]["wait_issue_s"] for line in run.lines("metrics.jsonl")]
     assert max(paused) > 1, "while the run was paused, the next groups were not issued"
+
+
+def test_the_use_of_the_cards_is_measured_in_every_step(run: WholeRun, watched: RunObservations) -> None:
+    """On a CPU beside a matrix product: training is slower than it, and the loop slower than training."""
+    steps = [line["figures"] for line in run.lines("metrics.jsonl")]
+    for figures in steps:
+        assert 0 < figures["mfu"] < 1
+        assert figures["mfu"] < 2 * figures["learner_mfu"] < 4
+        assert figures["learner_flops_per_s"] * figures["train_s"] == pytest.approx(figures["train_flops"])
+        assert figures["train_flops"] > figures["generation_flops"] > 0
+    assert "MFU of the whole loop" in (run.run_dir / "report.html").read_text()
 
 
 def test_the_report_says_what_bounded_the_run(run: WholeRun, watched: RunObservations) -> None:

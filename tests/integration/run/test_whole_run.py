@@ -18,7 +18,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gspo.common.weights import policy_digest
-from tests.integration.run.conftest import CLIP_HIGH, CLIP_LOW, GROUPS, LEARNING_RATE, SIZE, STEPS
+from tests.integration.run.conftest import (
+    BEHAVIOR_HIGH,
+    BEHAVIOR_LOW,
+    CLIP_HIGH,
+    CLIP_LOW,
+    GROUPS,
+    LEARNING_RATE,
+    SIZE,
+    STEPS,
+)
 from tests.support.gspo_run import WholeRun
 
 pytestmark = pytest.mark.timeout(600)
@@ -74,7 +83,7 @@ def test_a_plain_loop_fed_with_the_log_has_the_same_losses_and_weights(run: Whol
 
 
 def _plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[dict[str, Any]]) -> float:
-    """GSPO as the paper writes it, one sequence at a time; the mean loss of the mini-batches."""
+    """GSPO as the paper writes it, one sequence at a time, without outliers; the mean loss of the mini-batches."""
     advantages = _advantages(rows)
     losses = []
     for mini_batch in sorted({row["mini_batch"] for row in rows}):
@@ -102,8 +111,11 @@ def _sequence_loss(model: torch.nn.Module, row: dict[str, Any], advantage: float
     prompt, answer = row["prompt_token_ids"], torch.tensor(row["token_ids"])
     logits = model(torch.tensor([prompt + row["token_ids"]])).logits[0, len(prompt) - 1 : -1]
     logp = torch.log_softmax(logits, dim=-1).gather(1, answer[:, None])[:, 0]
-    ratio = (logp - torch.tensor(row["logp"])).mean().exp()
+    log_ratio = logp - torch.tensor(row["logp"])
+    ratio = log_ratio.mean().exp()
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    if not BEHAVIOR_LOW <= log_ratio.detach().sum().exp() <= BEHAVIOR_HIGH:
+        advantage = 0.0
     return -torch.minimum(ratio * advantage, clipped * advantage)
 
 

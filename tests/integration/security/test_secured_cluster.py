@@ -25,7 +25,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from gspo.cli.processes.redis_server import redis_executable
 from gspo.common.streams.entries import MAX_ENTRY_BYTES
 from gspo_proto import generation_pb2, learner_pb2, reward_pb2
-from gspo_proto.generation_pb2 import GenerateRequest, PushHeader, TensorFrame, WeightFrame
+from gspo_proto.generation_pb2 import GenerateRequest, PushHeader, SleepRequest, TensorFrame, WeightFrame
 from gspo_proto.reward_pb2 import ResetRequest, ScoreRequest, StepRequest
 from gspo_proto.rollout_pb2 import GroupTask, Rollout, Sampling, Scored
 from tests.conftest import free_port
@@ -196,6 +196,7 @@ def alone(payloads: st.SearchStrategy[bytes]) -> st.SearchStrategy[list[bytes]]:
 CALLS = {
     ("generation", "Generation/Generate"): alone(malformed_payloads(GenerateRequest(task=TASK))),
     ("generation", "Generation/PushWeights"): st.lists(malformed_payloads(FRAME), max_size=3).map(lambda p: [PUSH, *p]),
+    ("generation", "Generation/Sleep"): alone(malformed_payloads(SleepRequest(run="another", epoch=1))),
     ("generation", "Generation/Describe"): alone(st.binary(max_size=40)),
     ("reward", "Reward/Score"): alone(malformed_payloads(ScoreRequest(rollouts=[ROLLOUT]))),
     ("reward", "Reward/ResetEnvironment"): alone(messages(ResetRequest.DESCRIPTOR).map(ResetRequest.SerializeToString)),

@@ -24,7 +24,7 @@ import httpx
 from redis import Redis
 from redis.exceptions import RedisError
 
-from gspo.cli.rundir.plan import supervisor_facts
+from gspo.cli.rundir.start import supervisor_facts
 from gspo.common.streams.keys import Keys
 from tests.support.monitoring.otlp_collector import Collector
 from tests.support.monitoring.prometheus_server import ROOT, Prometheus
@@ -58,23 +58,9 @@ class RunObservations:
     @contextmanager
     def scraped(self, run_dir: Path) -> Iterator[None]:
         """Have Prometheus follow the run's services as long as the block lasts."""
-        over = threading.Event()
-        following = threading.Thread(target=self._follow, args=(run_dir, over))
-        following.start()
-        try:
+        with followed(self.prometheus, run_dir):
             yield
-        finally:
-            self.ended_unix_s = time.time()
-            over.set()
-            following.join()
-
-    def _follow(self, run_dir: Path, over: threading.Event) -> None:
-        known: dict[str, str] = {}
-        while not over.wait(_LOOK_S):
-            found = addresses(run_dir)
-            if not found.keys() <= known.keys():
-                known |= found
-                self.prometheus.scrape(known)
+        self.ended_unix_s = time.time()
 
     def at_rest(
         self, process: subprocess.Popen[bytes], run_dir: Path, num_groups: int, look: Callable[[str], None]
@@ -115,6 +101,28 @@ class RunObservations:
                 timeout=60, check=False,
             )  # fmt: skip
             self.commands.append((command, done.returncode, done.stdout + done.stderr))
+
+
+@contextmanager
+def followed(prometheus: Prometheus, run_dir: Path) -> Iterator[None]:
+    """Have Prometheus follow the run's services as long as the block lasts."""
+    over = threading.Event()
+    following = threading.Thread(target=_follow, args=(prometheus, run_dir, over))
+    following.start()
+    try:
+        yield
+    finally:
+        over.set()
+        following.join()
+
+
+def _follow(prometheus: Prometheus, run_dir: Path, over: threading.Event) -> None:
+    known: dict[str, str] = {}
+    while not over.wait(_LOOK_S):
+        found = addresses(run_dir)
+        if not found.keys() <= known.keys():
+            known |= found
+            prometheus.scrape(known)
 
 
 def addresses(run_dir: Path) -> dict[str, str]:

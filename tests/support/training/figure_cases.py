@@ -17,6 +17,7 @@ from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
+from tests.support.tiny_model import make_tiny_model
 from tests.support.training.numpy_reference import normalized
 from tests.support.training.rollout_rows import make_config, make_rows, train
 
@@ -24,16 +25,34 @@ STEP = 3
 CASES: dict[str, dict[str, Any]] = {
     "gspo": {},
     "roll-gspo": {"preset": "roll-gspo", "prompt_length": 64, "response_length": 64},
+    "length": {"pg_clip_low": 0.002, "pg_clip_high": 0.003, "pg_clip_reference_length": 30},
     "grpo": {"preset": "grpo"},
+    "cispo": {"objective": "cispo", "importance_sampling": "token", "pg_clip": 0.002},
+    "dppo": {"objective": "dppo_tv", "importance_sampling": "token", "pg_clip": 1e-4},
+    "entropy": {"entropy_coef": 0.05, "loss_agg_mode": "token-mean"},
+    "teacher": {"importance_sampling": "seq_token", "pg_clip": 0.1},
+    "teacher_alone": {},
     "mask": {"old_logprobs": "recompute", "behavior_correction": "mask", "behavior_low": 0.99, "behavior_high": 1.01},
 }
+# Sections `teacher`, without the path.
+TEACHERS: dict[str, dict[str, Any]] = {"teacher": {"coef": 0.3}, "teacher_alone": {"kl_in": "loss", "alone": True}}
 LEARNER = {"learning_rate": 1e-4, "warmup_steps": 3, "weight_decay": 0.1}
 _EQUAL = (0, 1, 2)
+TEACHER = "teacher"
+
+
+def make_figure_models(folder: Path) -> Path:
+    """Write the policy of the cases to `folder`, with its teacher beneath it, and return it."""
+    make_tiny_model(folder / TEACHER, layers=1, seed=1, scale=4.0)
+    return make_tiny_model(folder, scale=4.0)
 
 
 def figure_config(model: Path, case: str, **learner: Any) -> Config:
     """The configuration of a case; `learner` adds keys of that section."""
-    return make_config(model, algorithm=CASES[case], learner={**LEARNER, **learner})
+    keys: dict[str, Any] = {"algorithm": CASES[case], "learner": {**LEARNER, **learner}}
+    if case in TEACHERS:
+        keys["teacher"] = {"path": str(model / TEACHER), **TEACHERS[case]}
+    return make_config(model, **keys)
 
 
 def train_case(model: Path, case: str, out: Path, **learner: Any) -> dict[str, float]:
@@ -96,6 +115,8 @@ def _scored(row: Row) -> Row:
 
 def _advantages(rows: list[Row], config: Config) -> list[float]:
     algorithm = config.algorithm
+    if config.teacher.alone:
+        return [0.0] * len(rows)
     norm = "group" if algorithm.adv_estimator == "grpo" else algorithm.reward_norm
     rewards, groups = [row.reward for row in rows], [row.group for row in rows]
     return normalized(rewards, groups, norm, False, False, algorithm.reward_clip).tolist()

@@ -21,6 +21,7 @@ from gspo.common.config.schema import Config
 from tests.support.training.numpy_reference import (
     advantages,
     behavior_weight,
+    bounded,
     kl,
     loss_and_gradient,
     ratios,
@@ -91,6 +92,7 @@ def _of_conversations(records: Sequence[Record]) -> dict[str, float]:
     outcomes = [r["outcome"] for r in records]
     return {
         **{f"{name}_mean": np.mean([r[column] for r in talked]) for name, column in names.items()},
+        "turn_tokens_mean": sum(sum(r["mask"]) for r in talked) / sum(r["num_turns"] for r in talked),
         "turns_done_mean": np.mean([r["num_turns"] for r in talked if r["outcome"] == "environment_done"]),
         **{f"ended_{outcome}": outcomes.count(outcome) / len(records) for outcome in set(outcomes)},
     }
@@ -112,6 +114,7 @@ class _Loop:
 
     def __init__(self, model: Path, config: Config, kept: Sequence[Record], step: int) -> None:
         self.algorithm, self.learner, self.kept = config.algorithm, config.learner, kept
+        self.teacher = config.teacher
         self.temperature, self.step = config.sampling.temperature, step
         self.rate = self.learner.learning_rate * min(1, step / (self.learner.warmup_steps + 1))
         self.policy, self.reference = (
@@ -128,9 +131,15 @@ class _Loop:
             self.old = self._numbers(self.policy)
         self.counted, weight = self._corrected()
         given = np.array([record["advantage"] for record in kept])
-        a = self.algorithm
+        a, penalty = self.algorithm, np.zeros(self.mask.shape)
+        if self.teacher.used:
+            path = config.teacher.path
+            self.taught = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+            self.teacher_logp = self._numbers(self.taught)
+            if self.teacher.kl_in == "advantage":
+                penalty = self.teacher.coef * kl(self.old, self.teacher_logp, "k1")
         self.advantage = weight * advantages(
-            given, self.counted, np.zeros(self.mask.shape), a.gamma, a.whiten_advantages, a.advantage_clip
+            given, self.counted, penalty, a.gamma, a.whiten_advantages, a.advantage_clip
         )
 
     def figures(self) -> dict[str, float]:
@@ -142,22 +151,48 @@ class _Loop:
             rows = [self._logp_entropy(self.policy, self.kept[i]) for i in np.flatnonzero(part)]
             logp, entropy = (self._side_by_side([row[k].detach().numpy() for row in rows]) for k in (0, 1))
             loss, gradient = self._loss_and_gradient(part, logp)
+            bonus = self.algorithm.entropy_coef * token_weights(
+                self.counted[part], self.algorithm.loss_agg_mode, self.algorithm.response_length
+            )
+            loss -= float((bonus * entropy).sum())
             optimizer.zero_grad()
-            for row, slope in zip(rows, gradient, strict=True):
-                row[0].backward(torch.tensor(slope[: len(row[0])], dtype=torch.float32))
+            for row, *slopes in zip(rows, gradient, -bonus, strict=True):
+                slopes = [torch.tensor(slope[: len(row[0])], dtype=torch.float32) for slope in slopes]
+                torch.autograd.backward(row, slopes)
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.learner.max_grad_norm)))
             optimizer.step()
             losses.append(loss)
             seen.append((part, logp, entropy))
+        measured = self._of_mismatch(self.old if self.algorithm.old_logprobs == "recompute" else seen[0][1], seen[0][0])
+        found = {**self._of_objective(seen), **measured}
         return {
+            **self._flops(),
             "learning_rate": self.rate,
             "mini_batches_not_applied": 0,
             "loss": np.mean(losses),
             "grad_norm": np.mean(norms),
-            **self._of_objective(seen),
-            **self._of_mismatch(self.old if self.algorithm.old_logprobs == "recompute" else seen[0][1], seen[0][0]),
+            **found,
+            **self._of_clip(found, seen[0][0], seen[0][1]),
             **self.correction,
         }
+
+    def _flops(self) -> dict[str, float]:
+        """Of a Qwen3: by hand from its configuration, token by token."""
+        c, a = self.policy.config, self.algorithm
+        has_loss = a.use_kl_loss or a.entropy_coef or (self.teacher.used and self.teacher.kl_in == "loss")
+        training = sampling = 0.0
+        for record, counted, A in zip(self.kept, self.mask, self.counted * self.advantage, strict=True):
+            prompt, last = len(record["prompt_token_ids"]), np.flatnonzero(counted)[-1]
+            forward = _body_flops(c, prompt + last) + 2 * c.vocab_size * c.hidden_size * counted.sum()
+            passes = (a.old_logprobs == "recompute") + a.needs_reference + (3 if A.any() or has_loss else 1)
+            training += passes * forward
+            sampling += forward - _body_flops(c, prompt)
+            if self.teacher.used:
+                t = self.taught.config
+                training += _body_flops(t, prompt + last) + 2 * t.vocab_size * t.hidden_size * counted.sum()
+        prompts = {record["group"]: len(record["prompt_token_ids"]) for record in self.kept}
+        sampling += sum(_body_flops(c, prompt) for prompt in prompts.values())
+        return {"train_flops": training, "generation_flops": sampling}
 
     def _of_objective(self, seen: Sequence[Any]) -> dict[str, float]:
         """Over all mini-batches, each at the weights that it was trained from."""
@@ -166,11 +201,13 @@ class _Loop:
         old, ref, A, m = self.old[order], self.ref[order], self.advantage[order], self.counted[order]
         (low, high), dual = self.algorithm.clip, self.algorithm.dual_clip
         ratio, delta = ratios(logp, old, m, self.algorithm.importance_sampling), logp - old
-        below, above = m & (ratio < 1 - low), m & (ratio > 1 + high)
-        cut = {"low": below & (A < 0), "high": above & (A > 0)}
+        *_, below, above, cut_low, cut_high = bounded(
+            self.algorithm.objective, ratio, logp, old, A, low, high, dual, m, self.algorithm.pg_clip_reference_length
+        )
+        cut = {"low": m & cut_low, "high": m & cut_high}
         whole = m.any(1)
         found = {
-            "outside_clip_sequences": (below | above).any(1)[whole].mean(),
+            "outside_clip_sequences": (m & (below | above)).any(1)[whole].mean(),
             "dual_clipped_tokens": ((A < 0) & (ratio > (dual or math.inf)))[m].mean(),
             "entropy": entropy[m].mean(),
             "k1": kl(old, logp, "k1")[m].mean(),
@@ -185,6 +222,8 @@ class _Loop:
             found[f"clipped_{unit}"] = found[f"clipped_{unit}_low"] + found[f"clipped_{unit}_high"]
         if self.algorithm.needs_reference:
             found["reference_kl"] = kl(logp, ref, self.algorithm.kl_kind)[m].mean()
+        if self.teacher.used:
+            found["teacher_kl"] = (logp - self.teacher_logp[order])[m].mean()
         return found
 
     def _of_mismatch(self, logp: Any, part: Any) -> dict[str, float]:
@@ -199,22 +238,57 @@ class _Loop:
             "sigma_token": token.std(ddof=1),
             "sigma_sequence": sequence.std(ddof=1),
         }
-        lengths = self.counted.sum(1)
-        each = [found["sigma_token"] / math.sqrt(n) for n in lengths if n]
-        measured = found["sigma_sequence"]
+        if self.algorithm.objective != "clip":
+            return found
+        lengths = [int(n) for n in self.counted.sum(1) if n]
+        compared = [(d[f], f.sum()) for d, f in zip(delta, fresh, strict=True) if f.any()]
+        within = sum(((d - d.mean()) ** 2).sum() for d, _ in compared) / (len(token) - len(compared))
+        shared = max(0.0, sequence.var(ddof=1) - within * np.mean([1 / n for _, n in compared]))
+        sigmas = [(n, math.sqrt(shared + within / n), found["sigma_token"] / math.sqrt(n)) for n in lengths]
         if self.algorithm.importance_sampling == "token":
-            each, measured = [found["sigma_token"]], found["sigma_token"]
-        return {
-            **found,
-            "noise_share": self._outside(measured),
-            "noise_share_independent": np.mean([self._outside(sigma) for sigma in each]),
+            sigmas = [(1, found["sigma_token"], found["sigma_token"])]
+        low, high, mean = *self.algorithm.clip, token.mean()
+        found |= {
+            "noise_share": np.mean([self._outside(sigma, mean, low, high, n) for n, sigma, _ in sigmas]),
+            "noise_share_independent": np.mean([self._outside(sigma, mean, low, high, n) for n, _, sigma in sigmas]),
         }
+        narrow, wide = 1e-9, 10.0
+        while wide / narrow > 1 + 1e-9:
+            side = math.sqrt(narrow * wide)
+            share = np.mean([self._outside(sigma, mean, side, side, n) for n, sigma, _ in sigmas])
+            narrow, wide = (side, wide) if share > 0.01 else (narrow, side)
+        return {**found, "noise_clip": wide}
 
-    def _outside(self, sigma: float) -> float:
-        """P(log s < log(1 - low)) + P(log s > log(1 + high)), log s ~ N(0, sigma^2)."""
-        low, high = self.algorithm.clip
-        root2 = sigma * math.sqrt(2)
-        return (math.erfc(-math.log(1 - low) / root2) + math.erfc(math.log(1 + high) / root2)) / 2
+    def _outside(self, sigma: float, mean: float, low: float, high: float, length: int) -> float:
+        """P(log s < log(1 - low)) + P(log s > log(1 + high)), log s ~ N(mean, sigma^2)."""
+        scale = math.sqrt((self.algorithm.pg_clip_reference_length or length) / length)
+        low, high = min(1.0, low * scale), high * scale
+        below = math.erfc((mean - math.log(1 - low)) / sigma / math.sqrt(2)) / 2 if low < 1 else 0.0
+        return below + math.erfc((math.log(1 + high) - mean) / sigma / math.sqrt(2)) / 2
+
+    def _of_clip(self, found: Mapping[str, float], first: Any, logp: Any) -> dict[str, float]:
+        """Why sequences are outside the clip: of the first mini-batch, and of the rest. Some tokens are older."""
+        a, m, old = self.algorithm, self.counted[first], self.old[first]
+        if a.objective != "clip" or a.importance_sampling == "token":
+            return {}
+        log_ratio = np.array([(p - q)[c].mean() for p, q, c in zip(logp, old, m, strict=True) if c.any()])
+        scale = np.array(
+            [math.sqrt((a.pg_clip_reference_length or c.sum()) / c.sum()) for c in self.counted if c.any()]
+        )
+        of_first = np.array([bool(chosen) for chosen, c in zip(first, self.counted, strict=True) if c.any()])
+        low, high = np.minimum(1, a.clip[0] * scale), a.clip[1] * scale
+        ratio = np.exp(log_ratio)
+        start = ((ratio < 1 - low[of_first]) | (ratio > 1 + high[of_first])).mean()
+        parts = {
+            "outside_clip_at_start": start,
+            "log_ratio_std_at_start": log_ratio.std(ddof=1),
+            "outside_clip_movement": found["outside_clip_sequences"] - start,
+        }
+        if a.old_logprobs == "inference":
+            parts |= {"outside_clip_noise": found["noise_share"], "outside_clip_lag": start - found["noise_share"]}
+        if a.pg_clip_reference_length:
+            parts |= {"clip_low_mean": low.mean(), "clip_high_mean": high.mean()}
+        return parts
 
     def _corrected(self) -> tuple[Any, Any]:
         """Which tokens count after the behavior correction, and what it weighs them with."""
@@ -250,12 +324,20 @@ class _Loop:
             a.dual_clip,
             a.loss_agg_mode,
             a.response_length,
+            a.objective,
+            a.pg_clip_reference_length,
+            turns=[record["num_turns"] for record, chosen in zip(self.kept, part, strict=True) if chosen],
         )
         if a.use_kl_loss:
             assert a.kl_kind == "k3"
             each, ref = token_weights(m, a.loss_agg_mode, a.response_length), self.ref[part]
             loss += float((a.kl_loss_coef * kl(logp, ref, "k3") * each)[m].sum())
             gradient = gradient + a.kl_loss_coef * (1 - np.exp(ref - logp)) * each
+        if self.teacher.used and self.teacher.kl_in == "loss":
+            each = self.teacher.coef * token_weights(m, a.loss_agg_mode, a.response_length)
+            above = logp - self.teacher_logp[part]
+            loss += float((each * above**2 / 2)[m].sum())
+            gradient = gradient + each * above * m
         return loss, gradient
 
     def _logp_entropy(self, model: Any, record: Record) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,6 +358,13 @@ class _Loop:
         for values, row in zip(matrix, rows, strict=True):
             values[: len(row)] = row
         return matrix
+
+
+def _body_flops(c: Any, num_tokens: int) -> float:
+    """Of the layers of a Qwen3, over so many tokens."""
+    heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    layer = c.hidden_size * (2 * heads + 2 * kv_heads + 3 * c.intermediate_size)
+    return sum(2 * c.num_hidden_layers * (layer + 2 * heads * seen) for seen in range(1, num_tokens + 1))
 
 
 def _moments(name: str, values: Any) -> dict[str, float]:

@@ -9,8 +9,6 @@ import math
 
 import numpy as np
 
-MODES = ("seq-mean-token-mean", "seq-mean-token-sum", "token-mean", "seq-mean-token-sum-norm")
-
 
 def ratios(logp, old, mask, kind):
     """[B, T]: each counted token's ratio; 1 elsewhere."""
@@ -30,8 +28,58 @@ def token_losses(ratio, advantage, low, high, dual_clip):
     return loss
 
 
-def token_weights(mask, mode, max_response_length, num_sequences=None, num_tokens=None):
-    """[B, T]: what each token's loss is multiplied by in the sum that is the loss."""
+def widened(side, mask, reference_length):
+    """[B]: one side of the clip of each row, wider for fewer counted tokens; the side itself where it is None."""
+    if reference_length is None:
+        return np.full(len(mask), side)
+    return np.array([side * math.sqrt(reference_length / max(1, counted.sum())) for counted in mask])
+
+
+def bounded(objective, ratio, logp, old, advantage, low, high, dual_clip, mask=None, reference_length=None):
+    """Losses, slopes, tokens below a bound, tokens above one, and those of either kind that it changes: [B, T] each.
+
+    Token by token, as the papers write them. A slope is dl_it/dlogp_it if each token has its own ratio.
+    """
+    shape = ratio.shape
+    loss, slope = np.zeros(shape), np.zeros(shape)
+    below, above, cut_low, cut_high = (np.zeros(shape, dtype=bool) for _ in range(4))
+    sides = low, high
+    for at in np.ndindex(shape):
+        if reference_length is not None:
+            low, high = (widened(side, mask, reference_length)[at[0]] for side in sides)
+            low = min(low, 1)
+        r, A, p, q = ratio[at], advantage[at], math.exp(min(logp[at], 0)), math.exp(min(old[at], 0))
+        if objective == "clip":
+            below[at], above[at] = r < 1 - low, r > 1 + high
+            cut_low[at], cut_high[at] = below[at] and A < 0, above[at] and A > 0
+            loss[at] = token_losses(r, A, low, high, dual_clip)
+            is_free = (A > 0 and not above[at]) or (A < 0 and not below[at])
+            is_free = is_free and not (dual_clip is not None and A < 0 and r > dual_clip)
+            slope[at] = -A * r if is_free else 0.0
+        elif objective == "cispo":  # MiniMax-M1, eq. 4 and 5: sg(clip(r)) A log pi
+            weight = max(1 - low, min(1 + high, r))
+            below[at], above[at] = r < 1 - low, r > 1 + high
+            cut_low[at], cut_high[at] = below[at], above[at]
+            loss[at], slope[at] = -weight * A * logp[at], -weight * A
+        else:  # arXiv 2602.04879, eq. 11 to 14: M r A
+            far = abs(p - q) if objective == "dppo_tv" else _binary_kl(p, q)
+            below[at], above[at] = r < 1 and far > low, r > 1 and far > high
+            cut_low[at], cut_high[at] = below[at] and A < 0, above[at] and A > 0
+            kept = not (cut_low[at] or cut_high[at])
+            loss[at], slope[at] = -r * A * kept, -r * A * kept
+    return loss, slope, below, above, cut_low, cut_high
+
+
+def _binary_kl(p, q):
+    p, q = min(p, 1 - 1e-12), min(q, 1 - 1e-12)
+    return q * math.log(q / p) + (1 - q) * (math.log1p(-q) - math.log1p(-p))
+
+
+def token_weights(mask, mode, max_response_length, num_sequences=None, num_tokens=None, turns=None):
+    """[B, T]: what each token's loss is multiplied by in the sum that is the loss.
+
+    `turns` of each conversation of a whole step; None: one each.
+    """
     length = mask.sum(1)
     num_sequences = max(1, (length > 0).sum() if num_sequences is None else num_sequences)
     num_tokens = max(1, mask.sum() if num_tokens is None else num_tokens)
@@ -40,25 +88,40 @@ def token_weights(mask, mode, max_response_length, num_sequences=None, num_token
         "seq-mean-token-mean": 1 / num_sequences / np.maximum(length, 1),
         "seq-mean-token-sum": np.full(len(mask), 1 / num_sequences),
         "seq-mean-token-sum-norm": np.full(len(mask), 1 / num_sequences / max_response_length),
+        "seq-mean-turn-mean": np.full(len(mask), 1 / num_tokens),
     }[mode]
+    if mode == "seq-mean-turn-mean" and turns is not None:
+        tokens_a_turn = mask.sum() / sum(turns[i] for i in range(len(mask)) if length[i])
+        each = 1 / num_sequences / np.asarray(turns) / tokens_a_turn
     return each[:, None] * mask
 
 
-def loss_and_gradient(logp, old, advantage, mask, kind, low, high, dual_clip, mode, max_response_length, **counts):
+def loss_and_gradient(
+    logp,
+    old,
+    advantage,
+    mask,
+    kind,
+    low,
+    high,
+    dual_clip,
+    mode,
+    max_response_length,
+    objective="clip",
+    reference_length=None,
+    **counts,
+):
     """The loss and its gradient in logp, by the chain rule on paper.
 
-    dl/dratio is -A where the clip lets it through, dratio/dlogp is the ratio: of the token itself under `token` and
-    `seq_token`, spread as 1/L over the sequence under `seq`.
+    dl/dratio is -A where the bound lets it through, dratio/dlogp is the ratio: of the token itself under `token` and
+    `seq_token`, spread as 1/L over the sequence under `seq`. Under cispo each log-prob has its own gradient.
     """
     ratio = ratios(logp, old, mask, kind)
-    loss = token_losses(ratio, advantage, low, high, dual_clip)
+    loss, slope, *_ = bounded(objective, ratio, logp, old, advantage, low, high, dual_clip, mask, reference_length)
     weight = token_weights(mask, mode, max_response_length, **counts)
-    passes = (advantage > 0) & (ratio <= 1 + high) | (advantage < 0) & (ratio >= 1 - low)
-    if dual_clip is not None:
-        passes &= (advantage > 0) | (ratio <= dual_clip)
-    through = np.where(passes, -advantage * ratio, 0.0) * weight
+    through = slope * weight
     gradient = through.copy()
-    if kind == "seq":
+    if kind == "seq" and objective != "cispo":
         for i, counted in enumerate(mask):
             gradient[i] = counted * through[i].sum() / max(1, counted.sum())
     return float((loss * weight)[mask].sum()), gradient
@@ -69,6 +132,10 @@ def normalized(reward, group, norm, shift, scale, clip, seen=()):
     result = np.array(reward, dtype=np.float64)
     if norm is not None:
         for i in range(len(reward)):
+            if norm == "leave_one_out":
+                others = [r for j, (r, g) in enumerate(zip(reward, group, strict=True)) if g == group[i] and j != i]
+                result[i] = reward[i] - np.mean(others) if {*others, reward[i]} != {reward[i]} else 0.0
+                continue
             if norm == "group":
                 population = np.array([r for r, g in zip(reward, group, strict=True) if g == group[i]])
             else:
@@ -107,9 +174,10 @@ def kl(logp, ref, kind):
 
 
 def behavior_weight(old, behavior, mask, level):
-    """[B, T]: old over behavior, of each token or of the mean of its sequence; 1 where there is nothing."""
+    """[B, T]: old over behavior, of each token, or of the mean or the sum of its sequence; 1 where there is nothing."""
     if level == "token":
         return np.exp(np.where(mask, old - behavior, 0.0))
+    reduced = np.mean if level == "sequence" else np.sum
     return np.exp(
-        np.array([(o - b)[m].mean() if m.any() else 0.0 for o, b, m in zip(old, behavior, mask, strict=True)])
+        np.array([reduced((o - b)[m]) if m.any() else 0.0 for o, b, m in zip(old, behavior, mask, strict=True)])
     )[:, None] * np.ones(mask.shape)

@@ -1,4 +1,4 @@
-"""The table of docs/scale.md has the numbers of docs/benchmarks.json alone."""
+"""The tables of docs/scale.md have the numbers of docs/benchmarks.json, and those of the planning formulas."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plans.scale_page import BEGIN, CASES, END, PAGE, planned_case, planned_table
+from gspo.cli.plan.plan_request import Planned
 from gspo_proto.rollout_pb2 import Rollout
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -17,7 +19,8 @@ MEASURED = json.loads((DOCS / "benchmarks.json").read_text())
 
 def table() -> list[float]:
     """The column of measured numbers."""
-    rows = [line.split("|") for line in (DOCS / "scale.md").read_text().splitlines() if line.startswith("|")]
+    measured = (DOCS / "scale.md").read_text().partition("## Measured\n")[2]
+    rows = [line.split("|") for line in measured.splitlines() if line.startswith("|")]
     return [float(row[2].split()[0].rstrip("s").replace(",", "")) for row in rows[2:]]
 
 
@@ -53,3 +56,20 @@ def test_the_table_has_what_was_measured() -> None:
         ],
         rel=0.01,
     )
+
+
+def test_the_planned_table_is_that_of_the_formulas() -> None:
+    """`python -m benchmarks.plans.scale_page` writes it again."""
+    planned = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert planned == planned_table()
+
+
+def test_every_planned_case_starts() -> None:
+    """A plan's memory fits, and its ranks divide the rollouts of a mini-batch."""
+    for case in CASES:
+        planned = planned_case(case)
+        assert isinstance(planned, Planned), case
+        assert planned.plan.rank.peak < planned.machine.memory_bytes
+        learner, algorithm = planned.plan.config.learner, planned.plan.config.algorithm
+        shares = planned.plan.ranks // learner.sequence_ranks
+        assert algorithm.num_rollouts % (algorithm.num_mini_batches * shares) == 0

@@ -29,9 +29,9 @@ from gspo.cli.keys_table import print_keys
 from gspo.cli.processes.exit_codes import ServiceRefusedError
 from gspo.cli.processes.redis_server import check_redis, check_unused
 from gspo.cli.run.evaluation import EvaluationSpec, eval_config, in_order, naming_options
-from gspo.cli.rundir.plan import lock_run_dir
-from gspo.common.config.algorithm import fitting_clip
+from gspo.cli.rundir.start import lock_run_dir
 from gspo.common.config.loading import parse_config, read_config, write_config
+from gspo.common.config.presets import fitting_clip
 from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
@@ -40,7 +40,7 @@ from gspo.common.streams.keys import Keys
 from tests.unit.cli.step_logs import WHY, write_log
 
 Call = Callable[..., tuple[int, str, str]]
-COMMANDS = ("run", "status", "config", "export", "report", "init", "doctor", "eval", "certs")
+COMMANDS = ("plan", "run", "status", "config", "export", "report", "init", "doctor", "eval", "certs")
 
 
 @pytest.fixture
@@ -130,6 +130,12 @@ def test_an_init_over_a_file_names_it(gspo: Call, tmp_path: Path) -> None:
         ({"services": {"host": "0.0.0.0"}}, "services.host: 0.0.0.0 can be reached from other machines"),
         ({"services": {"host": "0.0.0.0", "token_file": "no"}}, "services.token_file: "),
         ({"services": {"coordinator_port": 4711, "reward_port": 4711}}, "services.reward_port: 4711 is services.coord"),
+        (
+            {"gateway": {"replicas": 1}, "services": {"reward_port": 4711, "gateway_port": 4711}},
+            "services.gateway_port: 4711 is services.reward_port",
+        ),
+        ({"services": {"gateway_port": 4711}}, "services.gateway_port: 4711 is of no use with gateway.replicas 0"),
+        ({"gateway": {"tool_parser": "hermes"}}, "gateway.tool_parser: hermes has no effect with gateway.replicas 0"),
         (
             {"services": {"redis_url": "redis://127.0.0.1:1/0"}},
             "services.redis_url: redis://127.0.0.1:1/0 cannot be",
@@ -452,17 +458,22 @@ def test_doctor_finds_what_is_missing(gspo: Call, monkeypatch: pytest.MonkeyPatc
     assert "apt install libnuma1" in output
 
 
+# DeepSpeed's reduce_bucket_size.
+BUCKET_GIB = 4 * 5 * 10**8 / 2**30
+
+
 @pytest.mark.parametrize(
     ("keys", "gib"),
     [
-        # 16 bytes a parameter, 8 to push, 4 of the generator; GiB for a model of 2**30 parameters.
-        ({}, 28),
-        ({"learner": {"ranks": 4}}, 4 * 16 + 12),
-        ({"learner": {"ranks": 4, "zero_stage": 2}}, 4 * (4 + 1 + 3) + 12),
-        ({"learner": {"ranks": 4, "zero_stage": 3, "offload": "all"}}, 4 * (1 + 1 + 3) + 12),
-        ({"learner": {"lora": {"rank": 8}}}, 4 + 12),
-        ({"staleness": {"max_lag": 1}}, 32),
-        ({"algorithm": {"use_kl_loss": True}, "generation": {"replicas": 2}}, 36),
+        # 16 bytes a parameter, 12 to push, 4 of the generator; GiB for a model of 2**30 parameters. ZeRO 2 has its
+        # gradients twice, an offload as well. A full bucket is copied; ZeRO 3 also gathers 10**9 weights.
+        ({}, 32 + BUCKET_GIB),
+        ({"learner": {"ranks": 4}}, 4 * (16 + BUCKET_GIB) + 16),
+        ({"learner": {"ranks": 4, "zero_stage": 2}}, 4 * (4 + 2 + 3 + 2 * BUCKET_GIB) + 16),
+        ({"learner": {"ranks": 4, "zero_stage": 3, "offload": "all"}}, 4 * (1 + 2 + 3 + 4 * BUCKET_GIB) + 16),
+        ({"learner": {"lora": {"rank": 8}}}, 4 + 16),
+        ({"staleness": {"max_lag": 1}}, 36 + BUCKET_GIB),
+        ({"algorithm": {"use_kl_loss": True}, "generation": {"replicas": 2}}, 40 + BUCKET_GIB),
     ],
 )
 def test_doctor_knows_ranks_and_zero_stage(
@@ -473,10 +484,13 @@ def test_doctor_knows_ranks_and_zero_stage(
     files = ModelFiles({}, 1 << 30, None, None, {"q_proj": [8, 8]})
     config = parse_config({**raw_config, **sections}, tmp_path)
     assert _memory_gib(config, files, on_gpus=False) == pytest.approx(findings.PROCESSES_GIB + gib, rel=1e-3)
-    # On GPUs: every rank loads 4 bytes a parameter, and a generator holds two copies beside the learner's.
+    # On GPUs: every rank loads 4 bytes a parameter, or has 6 offloaded, and a generator holds two copies beside the
+    # learner's.
     learner = config.learner
     on_gpus = (
-        4 * max(1, learner.ranks) + (4 if config.staleness.max_lag else 0) + 4 * (2 + 2 * config.generation.replicas)
+        (4 if learner.offload == "none" else 6) * max(1, learner.ranks)
+        + (4 if config.staleness.max_lag else 0)
+        + 4 * (3 + 2 * config.generation.replicas)
     )
     assert _memory_gib(config, files, on_gpus=True) == pytest.approx(findings.PROCESSES_GIB + on_gpus, rel=1e-3)
 
@@ -525,6 +539,27 @@ def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, 
     config = eval_config(EvaluationSpec(model="other", prompts=(tmp_path / "e.jsonl",), base=base), tmp_path)
     assert (config.seed, config.generation.max_rollouts, config.model.path) == (5, 32, "other")
     assert config.reward.functions[0].path == tmp_path / "r.py"
+
+
+def test_eval_scores_as_one_of_several_sources(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    sources = [
+        {"name": "a", "prompts": "a.jsonl", "prompt_column": "question"},
+        {"name": "b", "prompts": "b.jsonl", "functions": [], "environment": {"path": "env.py"}, "stop": ["."]},
+    ]
+    (base := tmp_path / "base.yaml").write_text(yaml.safe_dump({**raw_config, "data": {"sources": sources}}))
+
+    def config_of(source: str | None) -> Config:
+        spec = EvaluationSpec(model="m", prompts=(tmp_path / "e.jsonl",), base=base, source=source)
+        return eval_config(spec, tmp_path)
+
+    (first,), (second,) = config_of("a").sources, config_of("b").sources
+    assert (first.prompts, first.prompt_column, len(first.functions)) == (tmp_path / "e.jsonl", "question", 1)
+    assert (first.environment.used, first.stop) == (False, ())
+    assert (second.functions, second.environment.path, second.stop) == ((), tmp_path / "env.py", (".",))
+    with pytest.raises(InputError, match=r"--source: is missing, .* Name the one that scores the answers: a, b"):
+        config_of(None)
+    with pytest.raises(InputError, match="--source: 'c' names no source of the configuration"):
+        config_of("c")
 
 
 def test_eval_takes_several_files_by_their_names(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 from gspo.cli.report.history import RunHistory
 from gspo.cli.report.page_tables import read_samples
 from gspo.cli.report.panels import Layer, Limit, Line, Panel, draw_legend, draw_panels, make_axes, running_mean
-from gspo.cli.report.plots import PLOTS
+from gspo.cli.report.plots import PLOTS, _add_clip_sides, _clip_bounds
 from gspo.cli.report.summary import summarise
 from gspo.cli.report.writer import render, write_report
-from gspo.cli.rundir.plan import ENVIRONMENT_NAME
+from gspo.cli.rundir.start import ENVIRONMENT_NAME
 from gspo.common.config.engines import LoraConfig
 from gspo.common.config.loading import CONFIG_NAME, read_config, write_config
 from gspo.common.config.schema import Config
@@ -88,11 +88,14 @@ def step_figures(step: int, **changes: float) -> dict[str, float]:
         "clipped_sequences": 0.3 + 0.1 * wobble,
         "clipped_sequences_low": 0.2 + 0.1 * wobble,
         "clipped_sequences_high": 0.1,
+        "outside_clip_sequences": 0.45,
+        "outside_clip_at_start": 0.3,
         "log_ratio_mean": 1e-4 * wobble,
         "log_ratio_std": 3e-4,
         "log_ratio_max": 2e-3,
         "k3": 1e-3,
         "entropy": 0.8 - 0.01 * step,
+        "teacher_kl": 0.5 - 0.02 * step,
         "grad_norm": 1 + 0.3 * wobble,
         "loss": 0.01 * wobble,
         "tokens": 24.0,
@@ -107,9 +110,13 @@ def step_figures(step: int, **changes: float) -> dict[str, float]:
         "publish_s": 0.25,
         "step_s": 4.0,
         "tokens_per_s": 6.0,
+        "cards": 2.0,
+        "tokens_per_s_per_card": 3.0,
+        "learner_mfu": 0.25,
+        "mfu": 0.125,
     }
     if step % 2:
-        figures["noise_share"] = 0.05
+        figures |= {"noise_share": 0.05, "noise_clip": 0.0011, "outside_clip_noise": 0.05, "outside_clip_lag": 0.25}
     return {**figures, **changes}
 
 
@@ -207,8 +214,17 @@ def test_the_summary_of_a_run_that_ended(ended: Path) -> None:
     }
     assert summary["rollouts"] == {"trained": 160, "skipped_failed": 0, "skipped_truncated": 0, "skipped_stale": 0}
     assert (summary["tokens"], summary["tokens_per_s"]) == (480, 6.0)
+    assert summary["card_use"] == pytest.approx({"tokens_per_s_per_card": 3.0, "learner_mfu": 0.25, "mfu": 0.125})
     assert summary["wall_s"] == wall_s
-    assert summary["steps_s"] == {"wait_s": 20.0, "train_s": 50.0, "publish_s": 5.0, "hold_s": 0.0, "log_s": 5.0}
+    assert summary["steps_s"] == {
+        "wait_s": 20.0,
+        "shift_s": 0.0,
+        "train_s": 50.0,
+        "probe_s": 0.0,
+        "publish_s": 5.0,
+        "hold_s": 0.0,
+        "log_s": 5.0,
+    }
     assert summary["reward_first"] == step_figures(1)["reward_mean"]
     assert summary["reward_last"] == step_figures(20)["reward_mean"]
 
@@ -223,13 +239,46 @@ def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
     assert "policy version 0 to 20: +0.500 ± 0.042" in text
     assert "the five endings add up to it" in text
     assert "Notes on these numbers" not in text
-    drawn = {plot.name for plot in PLOTS} - {"turns", "tools", "ends"}  # those are of conversations
+    drawn = {plot.name for plot in PLOTS} - {
+        "turns",
+        "tools",
+        "ends",
+        "sources",
+        "experts",
+    }  # of conversations, several sources, a mixture
     assert text.count("data:image/png;base64,") == len(drawn)
     assert {file.stem for file in (ended / "plots").iterdir()} == drawn
     assert 'src="http' not in text
     assert "<script" not in text
     assert "reward raised &lt;b&gt;KeyError&lt;/b&gt; (1)" in text
     assert "all weights" in text
+
+
+def test_the_page_says_why_sequences_are_outside_the_clip(ended: Path) -> None:
+    causes = write_report(ended)["outside_clip"]
+    assert (causes["noise"], causes["lag"], causes["movement"]) == pytest.approx((0.05, 0.25, 0.15))
+    assert causes["noise_clip"] == 0.0011
+    assert "45.0% of sequences, mean of 20 steps: 5.0% by the engines&#39; noise, 25.0% by lag, 15.0% by the" in page(
+        ended
+    )
+
+
+def test_a_clip_that_follows_from_the_length_is_drawn_and_named(ended: Path) -> None:
+    config = read_config(ended / CONFIG_NAME)
+    algorithm = config.algorithm.model_copy(update={"pg_clip_reference_length": 240})
+    write_config(config.model_copy(update={"algorithm": algorithm}), ended / CONFIG_NAME)
+    history = RunHistory(ended)
+    assert history.config is not None
+    assert not list(_clip_bounds(history.config))  # one bound for every step would be wrong
+    (axes,) = make_axes(Figure(), ["log-ratio"])
+    _add_clip_sides(axes, history)
+    assert not axes.lines
+    for figures in history.figures:
+        figures |= {"clip_low_mean": 0.006, "clip_high_mean": 0.008}
+    _add_clip_sides(axes, history)
+    assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([math.log(0.994), math.log(1.008)])
+    write_report(ended)
+    assert "0.0004 above 1, for 240 tokens" in page(ended)
 
 
 def test_the_page_says_what_lora_trained_and_over_how_many_ranks(ended: Path) -> None:
@@ -290,6 +339,17 @@ def test_conversations_have_plots_and_are_read_turn_by_turn(path: Path) -> None:
     assert {"turns", "tools", "ends"} <= {file.stem for file in (path / "plots").iterdir()}
     assert "assistant: 16\nuser: higher" in text
     assert '<th class="num">turns</th>' in text
+
+
+def test_several_sources_have_a_plot_of_their_own(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        train(run_dir, 1, 3, **{"source_a/reward_mean": 0.5, "source_b/zero_spread_groups": 0.25})
+    write_report(path)
+    assert (path / "plots" / "sources.png").is_file()
+    drawn = Figure().subplots()
+    (plot,) = [plot for plot in PLOTS if plot.name == "sources"]
+    assert plot.panels[0].add is not None and plot.panels[0].add(drawn, RunHistory(path))
+    assert [line.get_label() for line in drawn.get_lines()] == ["a"]
 
 
 def test_open_groups_are_counted_up_to_the_highest_known(path: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from gspo.cli.rundir.plan import (
-    RunPlan,
+from gspo.cli.rundir.start import (
+    RunStart,
+    decide_start,
     is_run_dir_locked,
     lock_run_dir,
-    plan_run,
     prepare,
     supervisor_facts,
     write_supervisor_facts,
@@ -28,23 +28,23 @@ def write(path: Path, raw_config: dict[str, Any]) -> Path:
     return path
 
 
-def started(file: Path, *, trained: bool) -> RunPlan:
+def started(file: Path, *, trained: bool) -> RunStart:
     """A run directory as a first start leaves it."""
-    plan = plan_run(file, resume=False)
-    with lock_run_dir(plan.run_dir):
-        prepare(plan)
+    start = decide_start(file, resume=False)
+    with lock_run_dir(start.run_dir):
+        prepare(start)
     if trained:
-        (plan.run_dir / "log").mkdir()
-        (plan.run_dir / "log" / "step-000001.parquet").touch()
-    return plan
+        (start.run_dir / "log").mkdir()
+        (start.run_dir / "log" / "step-000001.parquet").touch()
+    return start
 
 
 def test_a_new_run_writes_every_key_and_the_environment(tmp_path: Path, raw_config: dict[str, Any]) -> None:
-    plan = started(write(tmp_path / "config.yaml", raw_config), trained=False)
-    assert plan.run_dir == tmp_path / "runs" / "small"
-    written = yaml.safe_load((plan.run_dir / "config.yaml").read_text())
+    start = started(write(tmp_path / "config.yaml", raw_config), trained=False)
+    assert start.run_dir == tmp_path / "runs" / "small"
+    written = yaml.safe_load((start.run_dir / "config.yaml").read_text())
     assert written["staleness"]["max_lag"] == 1
-    facts = json.loads((plan.run_dir / "environment.json").read_text())
+    facts = json.loads((start.run_dir / "environment.json").read_text())
     assert {"python", "gspo", "redis", "cores", "learner_threads"} <= facts.keys()
 
 
@@ -52,7 +52,7 @@ def test_an_existing_run_is_not_started_again_without_resume(tmp_path: Path, raw
     file = write(tmp_path / "config.yaml", raw_config)
     started(file, trained=True)
     with pytest.raises(InputError, match=f"already holds this run.*gspo run {file} --resume"):
-        plan_run(file, resume=False)
+        decide_start(file, resume=False)
 
 
 def test_a_start_that_trained_nothing_is_replaced(tmp_path: Path, raw_config: dict[str, Any]) -> None:
@@ -60,10 +60,10 @@ def test_a_start_that_trained_nothing_is_replaced(tmp_path: Path, raw_config: di
     run_dir = started(file, trained=False).run_dir
     (run_dir / "redis").mkdir()
     raw_config["seed"] = 7
-    plan = plan_run(write(file, raw_config), resume=False)
-    assert (plan.clear, plan.resume) == (True, False)
+    start = decide_start(write(file, raw_config), resume=False)
+    assert (start.clear, start.resume) == (True, False)
     with lock_run_dir(run_dir):
-        prepare(plan)
+        prepare(start)
     assert not (run_dir / "redis").exists()
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["seed"] == 7
 
@@ -73,46 +73,46 @@ def test_a_directory_of_another_configuration_is_refused_by_key(tmp_path: Path, 
     started(file, trained=True)
     changed = {**copy.deepcopy(raw_config), "seed": 3}
     with pytest.raises(InputError, match=r"belongs to another configuration \(seed was 0 and is now 3\)"):
-        plan_run(write(file, changed), resume=False)
+        decide_start(write(file, changed), resume=False)
     with pytest.raises(InputError, match=r"seed: cannot change on resume \(seed was 0 and is now 3\)"):
-        plan_run(file, resume=True)
+        decide_start(file, resume=True)
 
 
 def test_resume_takes_the_keys_that_may_change(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     file = write(tmp_path / "config.yaml", raw_config)
     started(file, trained=True)
     raw_config["run"]["total_steps"] = 20
-    plan = plan_run(write(file, raw_config), resume=True)
-    assert (plan.resume, plan.changes) == (True, ("run.total_steps: 10 -> 20",))
-    assert prepare(plan) == ["changed on resume: run.total_steps: 10 -> 20"]
-    assert yaml.safe_load((plan.run_dir / "config.yaml").read_text())["run"]["total_steps"] == 20
+    start = decide_start(write(file, raw_config), resume=True)
+    assert (start.resume, start.changes) == (True, ("run.total_steps: 10 -> 20",))
+    assert prepare(start) == ["changed on resume: run.total_steps: 10 -> 20"]
+    assert yaml.safe_load((start.run_dir / "config.yaml").read_text())["run"]["total_steps"] == 20
 
 
 def test_resume_takes_a_run_directory(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     run_dir = started(write(tmp_path / "config.yaml", raw_config), trained=True).run_dir
     moved = run_dir.rename(tmp_path / "elsewhere")
-    plan = plan_run(moved, resume=True)
-    assert (plan.run_dir, plan.resume, plan.config.name) == (moved, True, "small")
+    start = decide_start(moved, resume=True)
+    assert (start.run_dir, start.resume, start.config.name) == (moved, True, "small")
     with pytest.raises(InputError, match=f"is a run directory.*gspo run --resume {moved}"):
-        plan_run(moved, resume=False)
+        decide_start(moved, resume=False)
 
 
 def test_resume_without_a_run_is_refused(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"has no run to resume.*Leave --resume out"):
-        plan_run(write(tmp_path / "config.yaml", raw_config), resume=True)
+        decide_start(write(tmp_path / "config.yaml", raw_config), resume=True)
     with pytest.raises(InputError, match=r"nope: is neither a run directory nor a configuration file"):
-        plan_run(tmp_path / "nope", resume=True)
+        decide_start(tmp_path / "nope", resume=True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"so it is not a run directory"):
-        plan_run(tmp_path / "empty", resume=True)
+        decide_start(tmp_path / "empty", resume=True)
 
 
 def test_a_folder_stands_for_the_configuration_in_it(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     """As `gspo init` makes one; `gspo run my-run` is what everyone tries first."""
     file = write(tmp_path / "config.yaml", raw_config)
-    assert plan_run(tmp_path, resume=False) == plan_run(file, resume=False)
+    assert decide_start(tmp_path, resume=False) == decide_start(file, resume=False)
     with pytest.raises(InputError, match=r"has no run to resume"):
-        plan_run(tmp_path, resume=True)
+        decide_start(tmp_path, resume=True)
 
 
 def finish(run_dir: Path, **summary: Any) -> None:
@@ -131,19 +131,20 @@ def test_a_finished_run_is_not_started_again_unless_its_end_is_moved(
     for path in (run_dir / "log").glob("*"):
         path.unlink()
     finish(run_dir)
-    assert [plan_run(target, resume=True).finished for target in (run_dir, file)] == ["all 10 steps are trained"] * 2
+    for target in (run_dir, file):
+        assert decide_start(target, resume=True).finished == "all 10 steps are trained"
     raw_config["run"]["total_steps"] = 20
-    assert plan_run(write(file, raw_config), resume=True).finished == ""
+    assert decide_start(write(file, raw_config), resume=True).finished == ""
     for summary in ({"end": "failed"}, {"end": "stopped"}, {"end": None, "end_reason": None}, {"steps": 0}):
         finish(run_dir, **summary)
-        assert plan_run(run_dir, resume=True).finished == "", summary
+        assert decide_start(run_dir, resume=True).finished == "", summary
 
 
 def test_a_folder_with_other_files_is_no_run_directory(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     (tmp_path / "runs" / "small").mkdir(parents=True)
     (tmp_path / "runs" / "small" / "thesis.tex").touch()
     with pytest.raises(InputError, match="holds files that are not of a run"):
-        plan_run(write(tmp_path / "config.yaml", raw_config), resume=False)
+        decide_start(write(tmp_path / "config.yaml", raw_config), resume=False)
 
 
 def test_a_changed_environment_is_said_on_resume(tmp_path: Path, raw_config: dict[str, Any]) -> None:
@@ -151,7 +152,7 @@ def test_a_changed_environment_is_said_on_resume(tmp_path: Path, raw_config: dic
     path = started(file, trained=True).run_dir / "environment.json"
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "redis": "0.0.1"}))
-    (line,) = prepare(plan_run(file, resume=True))
+    (line,) = prepare(decide_start(file, resume=True))
     assert f"redis was 0.0.1 and is now {facts['redis']}" in line
     assert json.loads(path.read_text()) == facts
 

@@ -33,6 +33,8 @@ def open_set(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PromptSet]:
             "run": {"total_steps": 3},
         }
         config = parse_config(keys, path.parent)
-        return PromptSet("data.prompts", path, changes.get("tokenizer", tokenizer), config, limit=limit)
+        return PromptSet(
+            "data.prompts", path, changes.get("tokenizer", tokenizer), config, config.sources[0], limit=limit
+        )
 
     return opened

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from gspo.common.telemetry import metrics
-from gspo.common.telemetry.advice import NOISE_TOO_MUCH
+from gspo.common.telemetry.advice import NOISE_TOO_MUCH, TURN_STEPS, TURNS_MORE, TURNS_SHORTER, WEIGHED_DOWN
 from tests.conftest import free_port
 from tests.support.monitoring.prometheus_names import unknown_names
 from tests.support.monitoring.prometheus_server import Prometheus
@@ -104,6 +104,9 @@ def test_unknown_names_are_found() -> None:
     assert unknown_names("gspo_rollout_seconds_bucket / gspo:x:y", {"gspo:x:y"}) == []
 
 
-def test_the_alert_of_noise_and_the_advice_agree() -> None:
+def test_the_alerts_of_the_objective_and_the_advice_agree() -> None:
     assert ALERTS["GspoClipIsNoise"]["expr"].endswith(f"> {NOISE_TOO_MUCH}")
     assert metrics.STEP_FIGURE._name in ALERTS["GspoClipIsNoise"]["expr"]
+    assert ALERTS["GspoAnswersWeighedDown"]["expr"].endswith(f"< {WEIGHED_DOWN}")
+    bounds = re.findall(r"[<>]= ([\d.]+)", ALERTS["GspoTurnsShrink"]["expr"])
+    assert bounds == [str(TURNS_MORE), str(TURNS_SHORTER), str(TURN_STEPS)]

@@ -20,7 +20,9 @@ import yaml
 
 from gspo.cli.processes.redis_server import redis_command
 from gspo.common.config.schema import RunConfig
+from gspo.common.host.machine import GENERATORS_PER_GPU
 from gspo.common.service import options as options_module
+from gspo.common.service.module_command import module_command
 from gspo.common.service.options import Options, parse_options
 from gspo.common.streams.keys import SERVICES
 from tests.support.service_process import make_run
@@ -41,7 +43,7 @@ def options_of(service: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """What the service would read from its container's command line."""
     command = words(service)
     command[command.index("--run-dir") + 1] = str(run_dir)
-    monkeypatch.setattr(sys, "argv", command[2:])
+    monkeypatch.setattr(sys, "argv", command[3:])
     monkeypatch.setattr(options_module, "set_up_logs", lambda *_, **__: None)
     monkeypatch.setattr("socket.gethostname", lambda: "4f1c2d3e4a5b")
     return parse_options(service, lambda _: None, meaning="")
@@ -61,7 +63,7 @@ def test_a_service_starts_by_the_command_that_gspo_run_uses(
     (tmp_path / "redis_password").write_text("another-secret-of-many-characters")
     secrets = {"token_file": str(tmp_path / "token"), "redis_password_file": str(tmp_path / "redis_password")}
     config = make_run(tmp_path, tmp_path, services=secrets)
-    assert words(service)[:3] == ["python", "-m", f"gspo.{service}"]
+    assert words(service)[1:4] == [*module_command(f"gspo.{service}")[1:]]
     options = options_of(service, config.run_dir, monkeypatch)
     assert (options.host, options.http_port, options.stay) == ("0.0.0.0", HTTP_PORT, True)
     # Replicas are told apart; of the others there is one, which keeps its name.
@@ -191,6 +193,11 @@ def test_on_gpus_each_engine_has_one_shared_memory_and_the_cuda_build(service: s
     assert (devices["driver"], devices["capabilities"]) == ("nvidia", ["gpu"])
     assert container["shm_size"].endswith(":-16gb}")
     assert "NCCL_SOCKET_IFNAME" in container["environment"]
+
+
+def test_a_learner_knows_of_generators_on_its_gpu() -> None:
+    assert GENERATORS_PER_GPU in GPU["learner"]["environment"]
+    assert "NCCL_SOCKET_IFNAME" in GPU["learner"]["environment"]
 
 
 def test_the_gpu_form_changes_only_what_needs_a_gpu() -> None:

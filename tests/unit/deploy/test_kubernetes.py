@@ -22,6 +22,7 @@ import yaml
 from gspo.common.config.schema import RunConfig
 from gspo.common.errors import EXIT_BAD_INPUT
 from gspo.common.service import options as options_module
+from gspo.common.service.module_command import module_command
 from gspo.common.service.options import parse_options
 from gspo.common.streams.keys import SERVICES
 from gspo.common.telemetry import metrics
@@ -109,6 +110,9 @@ def test_a_service_understands_its_arguments(
     (tmp_path / "redis_password").write_text("another-secret-of-many-characters")
     secrets = {"token_file": str(tmp_path / "token"), "redis_password_file": str(tmp_path / "redis_password")}
     config = make_run(tmp_path, tmp_path, services=secrets)
+    # DeepSpeed's launcher, which starts the ranks by a `python -m` of its own.
+    safe_path = {"name": "PYTHONSAFEPATH", "value": "1"} in container["env"]
+    assert safe_path or container["command"][1:] == [*module_command(f"gspo.{service}")[1:]]
     assert f"gspo.{service}" in container["command"]
     words = [word.replace("$(POD_IP)", "10.1.2.3") for word in container["args"]]
     words[words.index("--run-dir") + 1] = str(config.run_dir)

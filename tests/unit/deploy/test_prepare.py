@@ -124,7 +124,7 @@ def test_no_tls_may_be_said_in_words(services: Any, folder: Path, secrets: Path,
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "services": services}))
     for name in ("model", "prompts.jsonl", "reward.py"):
         (tmp_path / name).symlink_to(folder / name)
-    made = load("prepare").container_config(tmp_path, tmp_path / "runs", secrets, REDIS)
+    made = load("prepare").container_config(tmp_path, tmp_path / "runs", secrets, REDIS).for_cpus
     assert not made.services.tls.is_on
 
 

@@ -40,7 +40,7 @@ class BlockedCopy(PolicyCopies):
 
 def receiver_of(copy: PolicyCopies) -> Receiver:
     generation = SimpleNamespace(push_timeout_s=5.0, dtype="float32")
-    service: Any = SimpleNamespace(config=SimpleNamespace(name="run", generation=generation))
+    service: Any = SimpleNamespace(config=SimpleNamespace(name="run", placement="split", generation=generation))
     engine: Any = None  # nothing here comes so far as a load
     return Receiver(service, engine, copy, lambda: None)
 
@@ -94,7 +94,7 @@ async def test_a_newer_learner_waits_for_an_older_push_that_is_already_late() ->
     newer = asyncio.create_task(receiver.receive(header(2), go_ahead, 20.0))
     await run_loop()
     copy.may_go_on.set()
-    with pytest.raises(PushRefusedError, match="of epoch 2; this push is of"):
+    with pytest.raises(PushRefusedError, match="of epoch 2; this call is of"):
         await late
     with pytest.raises(PushRefusedError, match="nothing was loaded"):
         await newer

@@ -34,6 +34,15 @@ def test_group_shift_and_scale():
     torch.testing.assert_close(scaled_B, torch.tensor([1.0, 2.0, 3.0, 4.0]) / ROOT2, rtol=2e-6, atol=0)
 
 
+def test_leave_one_out_is_the_shift_by_the_group_times_its_size_over_the_others():
+    rewards_B, group_B = torch.tensor([1.0, 0.0, 0.0, 5.0, 2.0]), torch.tensor([3, 3, 3, 3, 1])
+    left_out_B = normalize_rewards(rewards_B, group_B, reward_norm="leave_one_out")
+    expected = [1 - 5 / 3, 0 - 6 / 3, 0 - 6 / 3, 5 - 1 / 3, 0.0]  # one reward alone has no other to compare with
+    torch.testing.assert_close(left_out_B, torch.tensor(expected))
+    shifted_B = normalize_rewards(rewards_B, group_B, reward_norm="group", reward_shift=True)
+    torch.testing.assert_close(left_out_B, shifted_B * torch.tensor([4 / 3, 4 / 3, 4 / 3, 4 / 3, 1.0]))
+
+
 def test_batch_norm():
     r_B = normalize_rewards(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 2]), reward_norm="batch")
     torch.testing.assert_close(r_B, torch.tensor([-1.0, 0.0, 1.0]), rtol=2e-6, atol=0)

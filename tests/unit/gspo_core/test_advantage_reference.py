@@ -18,10 +18,10 @@ def groups_of(draw, num):
     return draw(st.lists(st.sampled_from([-4, 0, 7]), min_size=num, max_size=num))
 
 
-@given(st.data(), rewards, st.sampled_from(["group", "batch", None]), only, clips)
+@given(st.data(), rewards, st.sampled_from(["group", "batch", "leave_one_out", None]), only, clips)
 def test_normalised_rewards_equal_the_reference(data, reward, norm, option, clip):
     group = groups_of(data.draw, len(reward))
-    option = option if norm else {}
+    option = option if norm in ("group", "batch") else {}
     found_B = normalize_rewards(
         torch.tensor(reward, dtype=torch.float64), torch.tensor(group), reward_norm=norm, reward_clip=clip, **option
     )

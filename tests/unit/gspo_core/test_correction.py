@@ -51,7 +51,20 @@ def test_a_weight_for_each_token(kind, weights, kept):
     assert keep_BT.tolist() == kept
 
 
-@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_the_product_of_a_long_answer_is_near_nothing_unless_it_is_bounded():
+    """A drift of -0.01 a token, which no other level sees: exp(-0.01) each, exp(-4) over 400 tokens."""
+    old_BT, behavior_BT, mask_BT = torch.full((2, 400), -1.01), torch.full((2, 400), -1.0), torch.ones(2, 400)
+    mask_BT[1, 10:] = 0
+    options = {"behavior_correction": "truncate", "behavior_level": "product"}
+    free_BT, _ = behavior_weights(old_BT, behavior_BT, mask_BT, bounds=(0.0, 2.0), **options)
+    assert free_BT[:, 0].tolist() == pytest.approx([math.exp(-4), math.exp(-0.1)], rel=1e-4)
+    bounded_BT, _ = behavior_weights(old_BT, behavior_BT, mask_BT, bounds=(0.5, 2.0), **options)
+    assert bounded_BT[:, 0].tolist() == pytest.approx([0.5, math.exp(-0.1)], rel=1e-4)
+    before = figures(behavior_stats(old_BT, behavior_BT, mask_BT, behavior_level="product", bounds=(0.5, 2.0)))
+    assert before["behavior_weight_mean"] == pytest.approx((400 * math.exp(-4) + 10 * math.exp(-0.1)) / 410, rel=1e-4)
+
+
+@pytest.mark.parametrize("level", ["sequence", "token", "product"])
 def test_extreme_mismatch_stays_finite(level):
     options = {"behavior_correction": "mask", "behavior_level": level, "bounds": (0.0, 5.0)}
     weight_BT, keep_BT = behavior_weights(OLD * 1e6, BEHAVIOR, MASK, **options)

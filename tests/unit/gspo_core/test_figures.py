@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from gspo_core.figures import age_stats, independent_sigma, mismatch_stats, noise_share, reward_stats
+from gspo_core.figures import (
+    age_stats,
+    independent_sigma,
+    mismatch_stats,
+    noise_clip,
+    noise_share,
+    reward_stats,
+    sequence_noise,
+)
+from gspo_core.loss import clip_sides
 from gspo_core.stats import figures, mean_stats, merge, moment_stats
 
 PAPER = {"pg_clip_low": 3e-4, "pg_clip_high": 4e-4}
@@ -58,6 +67,34 @@ def test_noise_share_agrees_with_drawn_noise():
     log_s = torch.randn(200_000, dtype=torch.float64) * 3e-4
     outside = ((log_s.exp() < 1 - 3e-4) | (log_s.exp() > 1 + 4e-4)).double().mean()
     assert noise_share(torch.tensor([3e-4]), **PAPER).item() == pytest.approx(outside.item(), abs=5e-3)
+    shifted = ((log_s - 4e-4).exp() < 1 - 3e-4) | ((log_s - 4e-4).exp() > 1 + 4e-4)
+    share = noise_share(torch.tensor([3e-4]), **PAPER, mean=-4e-4).item()
+    assert share == pytest.approx(shifted.double().mean().item(), abs=5e-3)
+
+
+def test_the_noise_of_a_sequence_has_a_shared_part_and_one_of_each_token():
+    """Means -0.1, 0.1 and 0.3 of two tokens each, +-0.02 around them, by hand."""
+    learner_BT = torch.tensor([[-0.12, -0.08], [0.08, 0.12], [0.28, 0.32]], dtype=torch.float64)
+    noise = sequence_noise(mismatch_stats(learner_BT, torch.zeros(3, 2), torch.ones(3, 2)))
+    token = 6 * 0.02**2 / 3
+    assert noise == pytest.approx((0.1, math.sqrt(0.04 - token / 2), math.sqrt(token)), rel=1e-5)
+    assert noise.sigma(torch.tensor([2, 0])).tolist() == pytest.approx([0.2, 0.0], rel=1e-5)
+    alone = sequence_noise(mismatch_stats(learner_BT[:, :1], torch.zeros(3, 1), torch.ones(3, 1)))
+    assert (alone.shared, alone.token) == pytest.approx((0.0, 0.2), rel=1e-5)
+
+
+@pytest.mark.parametrize("reference_length", [None, 4096])
+def test_at_the_noise_clip_a_hundredth_is_outside(reference_length):
+    length_B = torch.tensor([256, 4096])
+    sigma_B = independent_sigma(0.012, length_B)
+    side = noise_clip(sigma_B, length_B, pg_clip_reference_length=reference_length)
+    low_B, high_B = clip_sides(length_B, side, side, reference_length)
+    assert noise_share(sigma_B, pg_clip_low=low_B, pg_clip_high=high_B).item() == pytest.approx(0.01, rel=1e-4)
+    if reference_length:  # both lengths have 1 %: 2.576 sigma
+        assert side == pytest.approx(2.576 * 0.012 / 64, rel=1e-3)
+    assert noise_clip(0 * sigma_B, length_B) == 0.0
+    with pytest.raises(ValueError, match="share is 1"):
+        noise_clip(sigma_B, length_B, share=1)
 
 
 def test_reward_stats():

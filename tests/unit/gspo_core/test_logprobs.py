@@ -95,14 +95,32 @@ def test_extreme_logits_give_no_nan(scale):
     assert all(bool(torch.isfinite(result).all()) for result in (logp_N, entropy_N, *grads))
 
 
-def test_bf16_is_multiplied_in_float32():
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_bf16_states_are_multiplied_by_a_bf16_weight_and_added_up_in_float32(weight_dtype):
     hidden, weight, target = case(4, 3, D=64)
-    hidden16, weight16 = (x.detach().to(torch.bfloat16).requires_grad_() for x in (hidden, weight))
-    logp_BT, _ = token_logprobs(hidden16, weight16, target)
-    expected_BT, _ = plain_logprobs(hidden16.float(), weight16.float(), target)
-    torch.testing.assert_close(logp_BT, expected_BT, rtol=1e-5, atol=1e-5)
-    logp_BT.sum().backward()
-    assert hidden16.grad.dtype == weight16.grad.dtype == torch.bfloat16
+    hidden16, weight16 = hidden.detach().bfloat16(), weight.detach().bfloat16()
+    ours = hidden16.clone().requires_grad_(), weight16.clone().to(weight_dtype).requires_grad_()
+    plain = hidden16.float().requires_grad_(), weight16.float().requires_grad_()
+    got, expected = token_logprobs(*ours, target, temperature=0.7), plain_logprobs(*plain, target, temperature=0.7)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    (got[0] - got[1]).sum().backward()
+    (expected[0] - expected[1]).sum().backward()
+    assert [tensor.grad.dtype for tensor in ours] == [torch.bfloat16, weight_dtype]
+    for tensor, reference in zip(ours, plain, strict=True):
+        # The gradient of the logits is rounded too: 8 bits.
+        assert (tensor.grad.float() - reference.grad).norm() < 2**-8 * reference.grad.norm()
+
+
+def test_bf16_factors_add_little_noise():
+    """To peaked distributions at a real width; its products alone are rounded, not the logits."""
+    hidden, weight, _ = case(64, D=1024, V=20_000)
+    weight = 4 * weight / 32
+    target = torch.multinomial((hidden @ weight.T).softmax(-1), 1)[:, 0]
+    exact, _ = token_logprobs(hidden, weight, target)
+    rounded, _ = token_logprobs(hidden.bfloat16(), weight, target)
+    logits = (hidden.bfloat16() @ weight.bfloat16().T).float()
+    all_rounded = logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
+    assert 0 < (rounded - exact).std() < 0.02 < (all_rounded - exact).std()
 
 
 def test_autocast_changes_nothing():
@@ -143,6 +161,16 @@ def test_never_more_logits_than_promised(chunk_size):
         (logp_N + entropy_N).sum().backward()
     for watched in (forward, backward):
         assert 0 < watched.most <= (chunk_size + weight.shape[1]) * 97  # weight^T, a view, is [D, V] too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_of_the_vocabulary_is_kept_for_the_backward_pass_but_the_weight(dtype):
+    hidden, weight, target = case(50, D=4, V=97)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        token_logprobs(hidden.detach().to(dtype).requires_grad_(), weight, target)
+    assert sorted(tensor.numel() for tensor in kept) == sorted([hidden.numel(), weight.numel(), 50, 50])
+    assert any(tensor is weight or tensor.data_ptr() == weight.data_ptr() for tensor in kept)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu
-from gspo.common.model.files import read_model_files
-from gspo.common.model.memory_needs import num_trained, training_bytes
+from gspo.common.model.files import ModelFiles, read_model_files
+from gspo.common.model.trained_parameters import num_trained, trained_size
+from gspo.common.planning.memory import RankMemory, TrainedSize, rank_memory
 from gspo.learner.check import check
 from gspo.learner.training import policy_engine
 from gspo.learner.training.deepspeed_config import _ALLOWED, _OWN_KEYS, _REFUSED, _ZERO, engine_config
@@ -124,6 +126,18 @@ def mixture(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "mixture", num_experts=4, tie_word_embeddings=False)
 
 
+def test_experts_are_replayed_in_a_mixture_alone(folder: Path, mixture: Path) -> None:
+    keys = {"routing_replay": "learner", "old_logprobs": "recompute"}
+    check(make_config(mixture, algorithm=keys))
+    error = refused(folder, algorithm=keys)
+    assert (error.where, error.fix) == ("algorithm.routing_replay", "Set it to none")
+    assert f"learner, but routing_replay has no effect: the model ({folder}) has no experts" in error.rule
+    edit(mixture / "config.json", model_type="phimoe")
+    assert "a model of type phimoe chooses its experts in a way that cannot be replayed" in (
+        refused(mixture, algorithm=keys).rule
+    )
+
+
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
 def test_embeddings_and_output_have_no_adapters(mixture: Path, name: str) -> None:
     assert f"{name!r} fits no linear layer" in refused(mixture, learner=lora(name)).rule
@@ -158,13 +172,17 @@ def test_the_adapters_of_experts_are_counted(mixture: Path) -> None:
     assert num_parameters == 2 * 4 * (8 * (64 + 64) + 4 * (32 + 64))
 
 
+def states(config: Config, files: ModelFiles) -> RankMemory:
+    return rank_memory(config, trained_size(config, files), config.learner.ranks)
+
+
 def test_adapters_take_the_memory_of_what_they_train(folder: Path) -> None:
     files = read_model_files(folder, allow_pickle=False)
     kl = {"use_kl_loss": True}
-    assert training_bytes(make_config(folder, algorithm=kl), files, 1) == (20 * files.num_parameters, 0)
+    assert states(make_config(folder, algorithm=kl), files).states == 20 * files.num_parameters
     # Two layers' q: 64 to 64. The reference is the base itself.
     config = make_config(folder, algorithm=kl, learner=lora("q_proj"))
-    assert training_bytes(config, files, 1) == (4 * files.num_parameters + 16 * 2 * 4 * (64 + 64), 0)
+    assert states(config, files).states == 4 * files.num_parameters + 16 * 2 * 4 * (64 + 64)
 
 
 def test_weights_of_another_model(folder: Path) -> None:
@@ -172,12 +190,17 @@ def test_weights_of_another_model(folder: Path) -> None:
     assert "declares an input embedding of [99, 128], the weights hold one of [99, 64]" in refused(folder).rule
 
 
+def size_of(gib: int) -> TrainedSize:
+    """A model without a trained weight that takes so many GiB under ZeRO 0, on any number of ranks."""
+    return TrainedSize((gib << 30) // 4, 0)
+
+
 def test_only_who_shares_a_gpu_is_counted(folder: Path) -> None:
     def refusal(share: dict[str, float], training_gib: int, *sharing: int) -> str:
-        config = make_config(folder, generation={"engine": share, "replicas": 2})
+        config = make_config(folder, generation={"engine": share, "replicas": 2}, learner={"zero_stage": 0})
         gpus = [Gpu(str(n), total_bytes=80 << 30) for n in range(len(sharing))]
         try:
-            check_gpu_memory(config, training_gib << 30, gpus, sharing)
+            check_gpu_memory(config, size_of(training_gib), len(gpus), gpus, sharing)
         except InputError as error:
             return str(error)
         return ""
@@ -192,7 +215,10 @@ def test_only_who_shares_a_gpu_is_counted(folder: Path) -> None:
         assert rule.startswith(
             "learner.zero_stage: training, or loading the model for it, takes 81.0 GiB on each GPU, and GPU"
         )
-    check_gpu_memory(make_config(folder), 81 << 30, [Gpu("MIG-1")], [0])  # of a size that is not known
+    config = make_config(folder, learner={"zero_stage": 0})
+    check_gpu_memory(config, size_of(81), 1, [Gpu("MIG-1")], [0])  # of a size that is not known
+    with pytest.raises(InputError, match=r"CUDA_VISIBLE_DEVICES: training takes 41.0 GiB .* programs hold 40.0\. End"):
+        check_gpu_memory(config, size_of(41), 1, [Gpu("0", "GPU-0", 80 << 30, 40 << 30)], [0])
 
 
 def test_a_shared_gpu_is_left_to_generators_that_start_again(
@@ -209,6 +235,26 @@ def test_a_shared_gpu_is_left_to_generators_that_start_again(
         policy_engine._limit_gpu_memory(config, rank)
     assert limits == [(pytest.approx(1 - 0.5 - 1 / 80), 1)]
     assert own_fraction(config, Gpu("0", total_bytes=80 << 30), 2) == 0.01
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gib", "nearest"),
+    [
+        # 11 bytes a parameter, then 9, then 5, and buckets with their copies of 3.7 GiB.
+        (4, 80, "Nearest on 4 rank(s): learner.zero_stage: 1 takes 75.4 GiB"),
+        (4, 70, "Nearest on 4 rank(s): learner.zero_stage: 2 takes 62.4 GiB"),
+        (4, 60, "Nearest on 4 rank(s): learner.zero_stage: 3 takes 40.0 GiB"),
+        (1, 80, "Nearest on 1 rank(s): learner.zero_stage: 2 with offload: optimizer takes 29.8 GiB"),
+        (1, 7, "Less is needed with zero_stage: 3 on more learner.ranks"),
+    ],
+)
+def test_training_that_does_not_fit_gets_the_nearest_stage(folder: Path, ranks: int, gib: int, nearest: str) -> None:
+    size = TrainedSize(int(7e9), int(7e9))
+    config = make_config(folder, learner={"ranks": ranks})
+    gpus = [Gpu(str(n), total_bytes=gib << 30) for n in range(ranks)]
+    with pytest.raises(InputError) as caught:
+        check_gpu_memory(config, size, ranks, gpus, [0] * ranks)
+    assert caught.value.fix.startswith(nearest)
 
 
 def empty_model(folder: Path, num_parameters: float) -> Path:
@@ -275,30 +321,59 @@ def test_a_learner_with_gpus_of_its_own_has_all_of_them(
     [
         ({}, (16, 0)),
         ({"zero_stage": 1, "ranks": 4}, (4 + 4 + 3, 0)),
-        ({"zero_stage": 2, "ranks": 4, "offload": "optimizer"}, (4 + 1, 3)),
+        ({"zero_stage": 2, "ranks": 4}, (4 + 2 + 3, 0)),
+        ({"zero_stage": 2, "ranks": 4, "offload": "optimizer"}, (4, 3 + 3)),
         ({"zero_stage": 3, "ranks": 4}, (1 + 1 + 3, 0)),
-        ({"zero_stage": 3, "ranks": 4, "offload": "all"}, (1, 4)),
+        ({"zero_stage": 3, "ranks": 4, "offload": "all"}, (0, 1 + 3 + 2)),
     ],
 )
 def test_memory_of_a_parameter_by_stage_and_offload(
     folder: Path, learner: dict[str, Any], expected: tuple[float, float]
 ) -> None:
     files = read_model_files(folder, allow_pickle=False)
-    trained_bytes = training_bytes(make_config(folder, learner=learner), files, learner.get("ranks", 1))
-    assert tuple(part / files.num_parameters for part in trained_bytes) == pytest.approx(expected)
+    memory = states(make_config(folder, learner=learner), files)
+    assert (memory.states / files.num_parameters, memory.offloaded / files.num_parameters) == pytest.approx(expected)
 
 
-def test_every_rank_loads_the_model_into_the_machines_own_memory(
+@pytest.mark.parametrize(
+    ("stage", "ranks", "in_a_pass", "in_a_step"),
+    [
+        (0, 1, 5e8, 0),  # as much as is reduced at a time
+        (1, 1, 2e8, 1e9),
+        (1, 2, 2e8, 0),
+        (2, 2, 2e8, 0),
+        (3, 2, 2e8 + 3e8, 1e8 + 4e8),  # gathered weights; a bucket that stays, and a group of parameters
+    ],
+)
+def test_buffers_have_the_sizes_that_deepspeed_is_given(
+    folder: Path, tmp_path: Path, stage: int, ranks: int, in_a_pass: float, in_a_step: float
+) -> None:
+    spread = (
+        {"stage3_max_live_parameters": 3e8, "stage3_max_reuse_distance": 0, "sub_group_size": 4e8} if stage == 3 else {}
+    )
+    section = {"zero_optimization": {"reduce_bucket_size": 1e8, "overlap_comm": "auto", **spread}}
+    file = tmp_path / "deepspeed.json"
+    file.write_text(json.dumps(section))
+    for deepspeed in (section, str(file)):
+        learner = {"zero_stage": stage, "ranks": ranks, "deepspeed": deepspeed}
+        memory = rank_memory(make_config(folder, learner=learner), TrainedSize(10**9, 10**9), ranks)
+        assert (memory.buckets, memory.update) == (4 * in_a_pass, 4 * in_a_step)
+        assert memory.peak == memory.states + 4 * max(in_a_pass, in_a_step)
+
+
+def test_below_zero_3_every_rank_loads_the_model_into_the_machines_own_memory(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 8)
     monkeypatch.setattr("gspo.learner.check.shared_memory", lambda: 16 << 30)
-    empty_model(folder, 7e9)
-    sections = {"learner": {"ranks": 8, "zero_stage": 3}, "staleness": {"max_lag": 0}}
-    monkeypatch.setattr("gspo.learner.check.free_memory", lambda: 8 * 28e9 - 1)
-    assert "7,000 M parameters takes 208.6 GiB of this machine's memory for loading" in refused(folder, **sections).rule
-    monkeypatch.setattr("gspo.learner.check.free_memory", lambda: 8 * 28e9)
+    empty_model(folder, 1e9)
+    sections = {"learner": {"ranks": 8, "zero_stage": 2}, "staleness": {"max_lag": 0}}
+    monkeypatch.setattr("gspo.learner.check.free_memory", lambda: 8 * 4e9 - 1)
+    assert "1,000 M parameters takes 29.8 GiB of this machine's memory for loading" in refused(folder, **sections).rule
+    monkeypatch.setattr("gspo.learner.check.free_memory", lambda: 8 * 4e9)
     check(make_config(folder, **sections))
+    monkeypatch.setattr("gspo.learner.check.free_memory", lambda: 1e9)
+    check(make_config(folder, **{**sections, "learner": {"ranks": 8, "zero_stage": 3}}))
 
 
 def test_too_little_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +398,50 @@ def test_a_batch_that_ranks_and_mini_batches_do_not_divide(folder: Path, monkeyp
         monkeypatch.setenv(name, value)
     assert "on 4 rank(s)" in refused(folder, algorithm=sizes).rule
     assert "differs from the 2 rank(s) that the launcher started here" in refused(folder, learner={"ranks": 3}).rule
+
+
+def test_ranks_that_share_lines_divide_the_ranks_and_the_heads(tmp_path: Path) -> None:
+    """Of a model with four heads and two of keys."""
+    folder = make_tiny_model(tmp_path, hidden_size=128)
+    sizes = {"rollout_batch_size": 3, "num_return_sequences_in_group": 4, "num_mini_batches": 2}
+    check(make_config(folder, algorithm=sizes, learner={"ranks": 4, "sequence_ranks": 2}))
+    # Four ranks have a head each and two of them the same key head. Those started by hand are counted later.
+    check(make_config(folder, algorithm=sizes, learner={"ranks": 4, "sequence_ranks": 4}))
+    check(make_config(folder, algorithm=sizes, learner={"ranks": 0, "sequence_ranks": 4}))
+    error = refused(folder, algorithm=sizes, learner={"ranks": 3, "sequence_ranks": 2})
+    assert (error.where, error.rule) == (
+        "learner.sequence_ranks",
+        "2 does not divide 3 rank(s) into groups (learner.ranks)",
+    )
+    error = refused(folder, algorithm=sizes, learner={"ranks": 3, "sequence_ranks": 3})
+    assert error.rule.startswith(
+        "3 ranks cannot share out the 4 query heads of the model evenly, with their 2 heads of keys"
+    )
+    assert error.fix == "Set it to one of 1, 2, 4"
+    error = refused(folder, algorithm={**sizes, "num_mini_batches": 3}, learner={"ranks": 16, "sequence_ranks": 2})
+    assert "3 mini-batches (num_mini_batches) on 8 group(s) of 2 ranks (learner.sequence_ranks) do not" in error.rule
+    error = refused(folder, learner={"ranks": 2, "sequence_ranks": 2, "packing": False})
+    assert (error.where, error.fix) == ("learner.packing", "Set it to true")
+    edit(folder / "config.json", num_attention_heads=None, n_head=3, num_key_value_heads=None)
+    assert "the 3 query heads" in refused(folder, learner={"ranks": 2, "sequence_ranks": 2}).rule
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "bloom"},
+        {"model_type": "qwen3_next"},
+        {"layer_types": ["full_attention", "conv"]},
+        {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+    ],
+)
+def test_no_ranks_share_lines_of_a_model_that_mixes_them(folder: Path, changes: dict[str, Any]) -> None:
+    """They have an attention of their own, or recurrent layers."""
+    edit(folder / "config.json", **changes)
+    check(make_config(folder))
+    error = refused(folder, learner={"ranks": 2, "sequence_ranks": 2})
+    assert (error.where, error.fix) == ("learner.sequence_ranks", "Set it to 1, or take another model")
+    assert error.rule.startswith("2 ranks cannot share a line of packed rollouts: a model of type ")
 
 
 def test_each_rank_needs_a_gpu_where_there_are_any(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +490,7 @@ def test_deepspeed_keys_that_contradict_ours(folder: Path, key: str, value: Any,
             "DeepSpeed has no such key",
             "Did you mean 'zero_optimization'?",
         ),
-        ({"sequence_parallel_size": 2}, 3, "sequence_parallel_size", "no rank takes a part", "Leave it out"),
+        ({"sequence_parallel_size": 2}, 3, "sequence_parallel_size", "set learner.sequence_ranks", "Leave it out"),
         ({"tensor_parallel": {"autotp_size": 2}}, 3, "tensor_parallel", "no layer is split", "Leave it out"),
         ({"activation_checkpointing": {}}, 0, "activation_checkpointing", "gradient_checkpointing", "Leave it out"),
         ({"zero_optimization": {"zenflow": {}}}, 2, "zero_optimization.zenflow", "torch's AdamW", "Leave it out"),
@@ -498,3 +617,14 @@ def test_the_check_imports_no_engine() -> None:
     code = "import sys, gspo.learner.check as c; print({'torch', 'deepspeed', 'transformers'} & sys.modules.keys())"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert process.stdout.strip() == "set()"
+
+
+def test_on_shared_cards_a_rank_has_all_but_what_sleeping_generators_keep(folder: Path) -> None:
+    keys: dict[str, Any] = {"staleness": {"max_lag": 0}, "learner": {"zero_stage": 0}}
+    config = make_config(folder, placement="shared", **keys)
+    card = Gpu("0", total_bytes=80 << 30, used_bytes=70 << 30)  # of the run's own generators, at a restart
+    check_gpu_memory(config, size_of(79), 1, [card], [1])
+    with pytest.raises(InputError, match=r"80.0 GiB, of which sleeping generators keep 2.0") as refused:
+        check_gpu_memory(config, size_of(79), 1, [card], [2])
+    assert refused.value.where == "learner.zero_stage"
+    assert own_fraction(config, card, 1) == pytest.approx(78 / 80)

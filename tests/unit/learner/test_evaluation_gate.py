@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,11 +24,13 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
         yield run_dir
 
 
-def held_out(run_dir: RunDir, start_timeout_s: float = 30.0, **evaluation: Any) -> EvaluationGate:
+def held_out(
+    run_dir: RunDir, start_timeout_s: float = 30.0, data: dict[str, Any] | None = None, **evaluation: Any
+) -> EvaluationGate:
     values: dict[str, Any] = {
         "name": "small",
         "model": {"path": "."},
-        "data": {"prompts": "p.jsonl"},
+        "data": data or {"prompts": "p.jsonl"},
         "reward": {"functions": [{"path": "r.py"}]},
         "evaluation": {"prompts": {"a": "a.jsonl", "b": "b.jsonl"}, "every": 2, "timeout_s": 0.05, **evaluation},
         "run": {"total_steps": 6, "start_timeout_s": start_timeout_s},
@@ -84,3 +87,34 @@ async def test_only_the_file_that_is_named_decides_which_version_is_kept(run_dir
     assert [folder.name for folder in (run_dir.path / "candidates").iterdir()] == []
     # The next start reads the scores back.
     assert held_out(run_dir, keep_best="b/sampled_mean")._best.version == 2  # type: ignore[union-attr]
+
+
+async def test_with_several_sources_the_best_version_has_the_best_weighted_mean(run_dir: RunDir) -> None:
+    sources = [
+        {"name": "a", "prompts": "a.jsonl", "weight": 3},
+        {"name": "b", "prompts": "b.jsonl"},
+    ]
+    known = held_out(run_dir, data={"sources": sources}, keep_best="sampled_mean")
+    saved: list[int] = []
+
+    def write(path: Path) -> None:
+        path.mkdir(parents=True)
+        saved.append(int(path.name.removeprefix("step-")))
+
+    for version, scores in ((0, (0.5, 0.9)), (2, (0.75, 0.1)), (4, (0.1, 1.0))):
+        known.save_candidate(version, write)
+        for file, score in zip("ab", scores, strict=True):
+            await known.record(done(version, file, score))
+            if file == "a":  # its mean is not known yet
+                assert (run_dir.path / "candidates" / f"step-{version:06d}").exists()
+        assert not list((run_dir.path / "candidates").iterdir())
+    assert saved == [0, 2, 4]
+    # 0.6, 0.5875, 0.325: by file a alone version 2 would be the best, by file b version 4.
+    assert json.loads((run_dir.path / "best" / "best.json").read_text()) == {
+        "version": 0,
+        "step": 0,
+        "figure": "sampled_mean",
+        "score": pytest.approx(0.6),
+    }
+    assert held_out(run_dir, data={"sources": sources}, keep_best="sampled_mean").is_candidate(0)
+    assert run_dir.scores({"a": 3.0, "b": 1.0}) == pytest.approx({0: 0.6, 2: 0.5875, 4: 0.325})

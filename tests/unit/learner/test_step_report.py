@@ -36,15 +36,18 @@ def metrics_of_a_step(clock: StepClock, *, evaluated_s_ago: float) -> dict[str, 
         live_unix_s=now - 8,
         evaluated_unix_s=now - evaluated_s_ago,
     )
-    for phase in (StepPhase.LOG, StepPhase.TRAIN, StepPhase.MAKE_VERSION, StepPhase.HOLD):
+    clock.end_phase(StepPhase.LOG)
+    clock.end_training(probe_s=0.125)
+    for phase in (StepPhase.MAKE_VERSION, StepPhase.HOLD):
         clock.end_phase(phase)
-    return clock.metrics()
+    return clock.end_step(1)
 
 
 def test_the_time_of_a_step_is_split_by_phase_and_by_cause(clock: StepClock) -> None:
     first = metrics_of_a_step(clock, evaluated_s_ago=5)
     assert first["wait_s"] == pytest.approx(10, abs=0.5)
-    assert first["step_s"] == sum(first[name] for name in ("wait_s", "log_s", "train_s", "publish_s", "hold_s"))
+    assert first["step_s"] == sum(first.get(phase, 0.0) for phase in StepPhase)
+    assert first["probe_s"] == 0.125
     assert (first["checkpoint_s"], first["record_s"]) == (0, 0), "nothing came before the first step"
     by_cause = seconds_by_cause(first)
     expected = {"push": 2, "evaluation": 3, "issue": 3, "queue": 0, "generation": 1, "reward": 1}
@@ -66,7 +69,7 @@ def test_a_clock_that_is_set_while_the_learner_waits_does_not_make_the_step_long
     began_s, set_to_unix_s = time.monotonic() - 3, time.time() + 600
     monkeypatch.setattr(time, "time", lambda: set_to_unix_s)
     clock.begin([], waited_since_s=began_s, live_unix_s=0.0, evaluated_unix_s=0.0)
-    assert clock.metrics()["wait_s"] == pytest.approx(3, abs=0.5)
+    assert clock.end_step(1)["wait_s"] == pytest.approx(3, abs=0.5)
 
 
 def waited(began: float, ended: float, live: float = 0.0, evaluated: float = 0.0) -> dict[str, float]:

@@ -20,6 +20,7 @@ from gspo.runlog.run_log import (
     best_of,
     read_own_records,
     read_records,
+    version_scores,
 )
 from gspo.runlog.step_files import column, read_columns, step_file
 
@@ -155,4 +156,12 @@ def test_a_cut_step_file_is_a_value_error(log: RunLog) -> None:
 def test_the_best_version_has_the_highest_first_score(
     scores: list[tuple[int, float | None]], best: tuple[int, float] | None
 ) -> None:
-    assert best_of(scores) == best
+    records = [(version, "", score) for version, score in scores]
+    assert best_of(version_scores(records, {"": 1.0})) == best_of(version_scores(records, None)) == best
+
+
+def test_a_version_has_the_weighted_mean_of_its_files_once_all_are_measured() -> None:
+    records = [(0, "a", 1.0), (0, "b", 0.0), (10, "a", 0.5), (10, "c", 9.0), (20, "a", None), (20, "b", 1.0)]
+    assert version_scores(records, {"a": 3.0, "b": 1.0}) == {0: 0.75}
+    assert version_scores([*records, (10, "b", 1.5)], {"a": 3.0, "b": 1.0}) == {0: 0.75, 10: 0.75}
+    assert version_scores(records, {"a": 3.0}) == {0: 1.0, 10: 0.5}

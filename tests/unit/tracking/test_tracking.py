@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -224,7 +225,7 @@ async def test_a_tracker_that_hangs_does_not_hold_up_the_end(
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexec sleep 1000\n")
     program.chmod(0o755)
-    monkeypatch.setattr(trackers.sys, "executable", str(program))
+    monkeypatch.setattr(sys, "executable", str(program))
     kept = Trackers(TrackingConfig(tensorboard=True), config.run_dir)
     running = asyncio.create_task(kept.run())
     async with asyncio.timeout(10):

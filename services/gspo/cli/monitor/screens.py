@@ -147,6 +147,8 @@ def _figures(view: View) -> RenderableType:
     live = f" (generators have {view.live_version})" if view.live_version not in (None, view.version) else ""
     speed = f"{figures['tokens_per_s']:,.0f}" if "tokens_per_s" in figures else "-"
     table.add_row("policy version", f"{view.version}{live}", "trained tokens/s", speed)
+    if "teacher_kl" in figures:
+        table.add_row("KL to the teacher", f"{figures['teacher_kl']:.3g}", "", "")
     return table
 
 
@@ -170,7 +172,7 @@ def _evaluation_cell(view: View, file: str) -> str:
         parts[0] += f" (was {first.figures['sampled_mean']:.3f} at {first.version})"
     parts += evaluation_line(last.figures).split(", ")[1:]
     compared = view.config.best_figure
-    if view.best is not None and compared is not None and compared.file == file:
+    if view.best is not None and compared is not None and file in compared.weights:
         parts.append(f"best: version {view.best[0]}")
     return "  ".join(parts)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import shlex
 import signal
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -21,21 +23,24 @@ from gspo.cli.monitor.view import (
     Phases,
     ServiceProcess,
     View,
+    card_use_line,
     evaluation_line,
     load_history,
+    mismatch_line,
     step_line,
     unscored_so_far,
 )
 from gspo.cli.monitor.watcher import disk_full_message, generator_problems
 from gspo.cli.rundir.open_run import open_run, read_instances
-from gspo.cli.rundir.plan import COMPLETED, FAILED, PAGE_NAME, RecordedEnd, is_run_dir_locked, supervisor_facts
+from gspo.cli.rundir.start import COMPLETED, FAILED, PAGE_NAME, RecordedEnd, is_run_dir_locked, supervisor_facts
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.streams.instances import Instance
 from gspo.common.streams.keys import GENERATION
 from gspo.common.telemetry.advice import Verdict, verdict
-from gspo.common.telemetry.step_time import seconds_by_function
+from gspo.common.telemetry.clip_causes import clip_causes_line
+from gspo.common.telemetry.step_time import seconds_beside, seconds_by_function
 from gspo.runlog.run_log import RunLog
 
 _WATCH_S, _BAR_WIDTH = 1.0, 24
@@ -117,6 +122,10 @@ class StatusPage:
             parts.append(Text(f"best by {self._config.evaluation.keep_best}: version {view.best[0]}"))
         if self._unscored:
             parts.append(Text(self._unscored, "yellow"))
+        if mismatch := mismatch_line(list(view.steps), self._config):
+            parts.append(Text(mismatch))
+        if causes := clip_causes_line(list(view.steps), self._config):
+            parts.append(Text(causes))
         replicas = self._config.generation.replicas
         num_generators = sum(instance.service == GENERATION for instance in instances) or replicas
         if bound := verdict(list(view.steps), self._config, num_generators):
@@ -125,7 +134,7 @@ class StatusPage:
             return Group(*parts, Text(describe_end(run_dir, view.step)))
         if message := disk_full_message(run_dir):
             parts.append(Text(message, "yellow"))
-        return Group(*parts, "", *instance_parts(instances, usage))
+        return Group(*parts, "", *instance_parts(instances, usage), *shift_lines(instances))
 
     def _history(self) -> View:
         """The view of the current log, under the current configuration: a resume may have changed it."""
@@ -146,7 +155,10 @@ def _step_time(bound: Verdict, steps: Sequence[dict[str, float]]) -> list[Render
         bar = ProgressBar(1.0, share.share, _BAR_WIDTH)
         names = f" ({', '.join(functions)})" if share.cause == "reward" and functions else ""
         table.add_row(f"{share.share:4.0%}", f"{share.seconds:.2f} s", bar, share.in_words + names)
-    lines = [f"bound by {bound.stage}: {bound.because}", *(f"  try {change}" for change in bound.change)]
+    for words, seconds in seconds_beside(*steps[-bound.steps :]).items():
+        table.add_row("", f"{seconds:.2f} s", "", words)
+    lines = [use] if (use := card_use_line(steps[-bound.steps :])) else []
+    lines += [f"bound by {bound.stage}: {bound.because}", *(f"  try {change}" for change in bound.change)]
     return ["", Text(f"a step takes {bound.seconds:.2f} s{mean}:"), table, *map(Text, lines)]
 
 
@@ -165,6 +177,18 @@ def instance_parts(instances: Sequence[Instance], usage: dict[str, ProcessUsage]
     if not instances:
         return ["no service has registered: the run is starting, or no process works on it"]
     return [_InstancesTable(instances, usage), *(Text(line, "yellow") for line in generator_problems(instances))]
+
+
+def shift_lines(instances: Iterable[Instance]) -> list[str]:
+    """The present user of shared cards, and since when; nothing where no cards are shared."""
+    shifts = [shift for instance in instances if (shift := instance.facts.get("shift"))]
+    return [f"{_card_users(shift)}, for {time.time() - shift['since_unix_s']:.0f} s" for shift in shifts]
+
+
+def _card_users(shift: Mapping[str, Any]) -> str:
+    if shift["side"] == "learning":
+        return f"the learner has the cards ({shift['purpose']})"
+    return "the generators have the cards"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from gspo.common.config.schema import Config
 from gspo.common.streams.entries import body_of
 from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
-from gspo.runlog.run_log import LOG_FOLDER, EvaluationRecord, RunLog, StepRecord, best_of
+from gspo.common.telemetry.card_use import mean_card_use
+from gspo.runlog.run_log import LOG_FOLDER, EvaluationRecord, RunLog, StepRecord, best_evaluated
 from gspo.runlog.step_files import column, step_file
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
@@ -42,6 +43,7 @@ _DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
 # Of a step's line: label, figure, format.
 _STEP_CELLS = (
     ("reward", "reward_mean", "{:.3f}"),
+    ("teacher's KL", "teacher_kl", "{:.3g}"),
     ("clipped", "clipped_sequences", "{:.0%}"),
     ("age", "age_mean", "{:.2f}"),
     ("max", "age_max", "{:.0f}"),
@@ -49,6 +51,7 @@ _STEP_CELLS = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("", "step_s", "{:.1f} s"),
 )
+_MFU = {"learner_mfu": "learner", "mfu": "whole loop"}
 Kind = Literal["step", "note", "warning", "error"]
 
 
@@ -88,6 +91,7 @@ class ServiceProcess:
         since_unix_s: Time of its start.
         instance: Its newest heartbeat.
         problem: The reason why it is not ready, where one is known.
+        is_lost: Whether it ended with its node, and is not started again.
     """
 
     name: str
@@ -95,6 +99,7 @@ class ServiceProcess:
     instance: Instance | None = None
     ready: bool = False
     problem: str = ""
+    is_lost: bool = False
 
     @property
     def service(self) -> str:
@@ -204,12 +209,13 @@ class View:
     @property
     def best(self) -> tuple[int, float] | None:
         """(policy version, score) of the best version by evaluation.keep_best; None where no version has a score."""
-        return best_of((record.version, record.score) for record in self.evaluations)
+        compared = self.config.best_figure
+        return best_evaluated(self.evaluations, compared.weights if compared else None)
 
     @property
     def waiting_to_start(self) -> list[ServiceProcess]:
         """Processes that are not ready yet."""
-        return [process for process in self.processes.values() if not process.ready]
+        return [process for process in self.processes.values() if not process.ready and not process.is_lost]
 
     def waited_for(self) -> str:
         """The processes that are not ready, each with its activity and its duration."""
@@ -287,13 +293,14 @@ class View:
         record = EvaluationRecord(
             file=done.file, version=done.version, step=done.step, unix_s=unix_s, score=score, figures=figures
         )
+        best_before = self.best
         self.evaluations.append(record)
         if self.phases.current == "evaluation_before" and len(self.by_file) >= len(self.config.evaluation.files):
             self.phases.enter("training")
         name = done.file or "held-out prompts"
         failed = figures.get("num_failed", 0)
         more = f"; {failed:.0f} answers could not be scored" if failed else ""
-        is_best = score is not None and self.best == (done.version, score)
+        is_best = score is not None and self.best not in (None, best_before)
         best = f"; the best by {self.config.evaluation.keep_best}" if is_best else ""
         return [
             ScreenLine(f"{name} at version {done.version}: {evaluation_line(figures) or 'nothing scored'}{more}{best}")
@@ -321,6 +328,37 @@ def step_line(view: View) -> str:
     if view.eta_s is not None:
         parts.append(f"{duration(view.eta_s)} to go")
     return "  ".join(parts)
+
+
+def card_use_line(steps: Sequence[Mapping[str, float]]) -> str:
+    """How well some steps used the cards, in one line; empty before the first figure of it."""
+    means = mean_card_use(steps)
+    mfu = [f"{of} {means[name]:.1%}" for name, of in _MFU.items() if name in means]
+    parts = [f"MFU: {', '.join(mfu)}"] if mfu else []
+    if not mfu and "learner_flops_per_s" in means:
+        parts.append(f"learner {means['learner_flops_per_s'] / 1e12:.3g} Tflop/s")
+    if "tokens_per_s_per_card" in means:
+        tokens_per_s, num_cards = means["tokens_per_s_per_card"], steps[-1]["cards"]
+        parts.append(f"trained tokens/s a card: {tokens_per_s:,.0f} (cards: {num_cards:.0f})")
+    return "; ".join(parts)
+
+
+def mismatch_line(figures: Sequence[Mapping[str, float]], config: Config) -> str:
+    """When the engines' mismatch was last measured, and the share of noise if that step is among the given ones."""
+    age = figures[-1].get("mismatch_age") if figures else None
+    if age is None:
+        if config.learner.mismatch_every or not figures:
+            return ""
+        return (
+            "The engines' mismatch was not measured (learner.mismatch_every: 0), so noise_share, the advice on it and "
+            "the alert GspoClipIsNoise are missing"
+        )
+    when = f"last measured {age:.0f} steps ago" if age else "measured in this step"
+    measured = [step["noise_share"] for step in figures if "noise_share" in step]
+    share = f": noise alone puts {measured[-1]:.0%} outside the clip" if measured else ""
+    clips = [step["noise_clip"] for step in figures if "noise_clip" in step]
+    narrowest = f", and 1% at a clip of {clips[-1]:.2g} on both sides" if clips else ""
+    return f"The engines' mismatch was {when}{share}{narrowest}"
 
 
 def unscored_so_far(run_dir: Path, steps: Sequence[StepRecord]) -> str:

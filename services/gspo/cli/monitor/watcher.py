@@ -46,9 +46,9 @@ class Watcher:
         self._alerts = GeneratorAlerts()
 
     async def forget_last_session(self) -> None:
-        """Skip the events of an earlier session, whose end would end this one, and remove its stale heartbeats."""
+        """Skip the events of an earlier session, whose end would end this one, and forget its processes."""
         self._position = await self._events.newest()
-        await self._redis.delete(self._keys.instances)
+        await self._redis.delete(self._keys.instances, self._keys.card_engines)
 
     async def follow(self) -> None:
         """Apply events to the view until the run has finished."""

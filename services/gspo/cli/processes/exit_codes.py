@@ -21,6 +21,10 @@ class ServiceRefusedError(RunError):
     exit_code = EXIT_BAD_INPUT
 
 
+class NodeLostError(RunError):
+    """A node on which the run depends is gone."""
+
+
 class InterruptedRunError(Exception):
     """The user stopped the command by Ctrl-C."""
 

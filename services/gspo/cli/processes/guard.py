@@ -18,7 +18,8 @@ from collections.abc import Collection
 
 import psutil
 
-SUPERVISOR_VARIABLE = "GSPO_SUPERVISOR"
+from gspo.common.service.module_command import SUPERVISOR_VARIABLE, module_command
+
 # A process may fork while the others are killed, so the guard looks again.
 _ROUNDS, _ROUND_S = 50, 0.1
 
@@ -52,7 +53,7 @@ def start_guard(supervisor_id: str) -> subprocess.Popen[str]:
     """Start the guard of this process; when its standard input closes, it kills and ends."""
     environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
     return subprocess.Popen(
-        [sys.executable, "-m", "gspo.cli.processes.guard", supervisor_id],
+        [*module_command("gspo.cli.processes.guard"), supervisor_id],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

@@ -1,13 +1,16 @@
-"""Places the processes of a run on the GPUs of one machine, by pure functions.
+"""Places the processes of a run on the GPUs of one machine, by pure functions; only an error asks who uses a GPU.
 
-Generators come first, then the learner's ranks. A GPU is shared only where there are too few of them.
+Generators come first, then the learner's ranks. A GPU is shared only where there are too few of them, or under
+`placement: shared`. Then the ranks get the generators' GPUs, and each service has their memory in its shifts.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
@@ -19,10 +22,14 @@ from gspo.common.host.machine import (
     SHARE_ARGUMENT,
     VISIBLE,
     Gpu,
+    choose_unused,
+    describe_use,
 )
 from gspo.common.streams.keys import GENERATION, LEARNER
 
 _SHARE_KEY = f"generation.engine.{SHARE_ARGUMENT}"
+# A smaller share holds no engine.
+_LEAST_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -32,10 +39,12 @@ class Placement:
     Attributes:
         gpus: By process, in the order of their placement.
         free: GPUs without a process.
+        in_shifts: Whether generators and learner alternate in the memory of a GPU.
     """
 
     gpus: Mapping[str, tuple[Gpu, ...]] = field(default_factory=dict)
     free: tuple[Gpu, ...] = ()
+    in_shifts: bool = False
 
     def environment(self, process: str) -> dict[str, str]:
         """Environment variables for a process, such as "learner-0"; none for a process without GPUs."""
@@ -54,18 +63,33 @@ class Placement:
         """The generators that use a GPU."""
         return [name for name, gpus in self.gpus.items() if name.startswith(GENERATION) and gpu in gpus]
 
+    def taken(self) -> list[Gpu]:
+        """The GPUs that have a process, once each."""
+        return list(dict.fromkeys(gpu for gpus in self.gpus.values() for gpu in gpus))
+
     def table(self) -> str:
         """A line for each process: its GPUs, and the processes that share them."""
-        rows = [("process", "GPU", "shared with")]
+        return aligned([("process", "GPU", "shared with"), *self.rows()])
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The lines of the table: the process, its GPUs, and who shares them."""
+        rows = []
         for name, gpus in self.gpus.items():
-            others = [other for other, theirs in self.gpus.items() if other != name and set(gpus) & set(theirs)]
+            others = [
+                f"{other} in shifts" if self.in_shifts and _service(other) != _service(name) else other
+                for other, theirs in self.gpus.items()
+                if other != name and set(gpus) & set(theirs)
+            ]
             rows.append((name, ", ".join(gpu.name for gpu in gpus), ", ".join(others) or "nobody"))
-        if self.free:
-            rows.append(("nobody", ", ".join(gpu.name for gpu in self.free), ""))
-        return _aligned(rows)
+        free = [("nobody", ", ".join(gpu.name for gpu in self.free), "")] if self.free else []
+        return [*rows, *free]
 
 
 NO_GPUS = Placement()
+
+
+def _service(process: str) -> str:
+    return process.partition("-")[0]
 
 
 def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Placement:
@@ -82,7 +106,7 @@ def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Plac
     demands = _demands(config, processes)
     if not gpus or not demands:
         return NO_GPUS
-    num_users = dict.fromkeys(gpus, 0)
+    num_users: Counter[tuple[str, Gpu]] = Counter()
     placed = {}
     for process, (num_gpus, key) in demands.items():
         if num_gpus > len(gpus):
@@ -91,14 +115,17 @@ def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Plac
             raise InputError(
                 key,
                 f"{process} wants {num_gpus} GPUs, each a different one, and {len(gpus)} can be seen ({names})",
-                f"Lower it to {len(gpus)}, or take a machine with more GPUs\n{_aligned(rows)}",
+                f"Lower it to {len(gpus)}, or take a machine with more GPUs\n{aligned(rows)}",
             )
+        # Under `placement: shared` each service is placed as if it were alone, and begins with the first GPU.
+        side = _service(process) if config.placement == "shared" else ""
         # The sort is stable: of GPUs with equally many processes the first one is chosen.
-        chosen = sorted(sorted(gpus, key=lambda gpu: num_users[gpu])[:num_gpus], key=list(gpus).index)
-        for gpu in chosen:
-            num_users[gpu] += 1
-        placed[process] = tuple(chosen)
-    placement = Placement(placed, tuple(gpu for gpu in gpus if not num_users[gpu]))
+        order = sorted(range(len(gpus)), key=[num_users[side, gpu] for gpu in gpus].__getitem__)
+        placed[process] = tuple(gpus[place] for place in sorted(order[:num_gpus]))
+        num_users.update((side, gpu) for gpu in placed[process])
+    used = {gpu for chosen in placed.values() for gpu in chosen}
+    free = tuple(gpu for gpu in gpus if gpu not in used)
+    placement = Placement(placed, free, in_shifts=config.placement == "shared")
     _check_shares(config, placement, gpus)
     return placement
 
@@ -108,12 +135,21 @@ def _demands(config: Config, processes: Sequence[str]) -> dict[str, tuple[int, s
 
     A learner of 0 ranks needs none, because the user starts it.
     """
-    engine, ranks = config.generation.engine, config.learner.ranks
-    # Arguments of vLLM that multiply the GPUs of one generator; it refuses those that are no whole numbers itself.
-    parallel = {name: engine[name] for name in PARALLEL_ARGUMENTS if type(engine.get(name)) is int}
-    of_generator = math.prod(parallel.values()), f"generation.engine.{next(iter(parallel), PARALLEL_ARGUMENTS[0])}"
+    ranks, parallel = config.learner.ranks, _parallel_arguments(config)
+    of_generator = gpus_per_generator(config), f"generation.engine.{next(iter(parallel), PARALLEL_ARGUMENTS[0])}"
     demands = {name: of_generator for name in processes if name.startswith(GENERATION)}
     return demands | {name: (ranks, "learner.ranks") for name in processes if name.startswith(LEARNER) and ranks}
+
+
+def gpus_per_generator(config: Config) -> int:
+    """GPUs of one generator, by the arguments of vLLM that multiply them."""
+    return math.prod(_parallel_arguments(config).values())
+
+
+def _parallel_arguments(config: Config) -> dict[str, int]:
+    """Those that are set; vLLM itself refuses a fraction."""
+    engine = config.generation.engine
+    return {name: engine[name] for name in PARALLEL_ARGUMENTS if type(engine.get(name)) is int}
 
 
 def _check_shares(config: Config, placement: Placement, gpus: Sequence[Gpu]) -> None:
@@ -127,14 +163,16 @@ def _check_shares(config: Config, placement: Placement, gpus: Sequence[Gpu]) -> 
         if not on_it or share * len(on_it) <= 1 - (gpu.used_bytes / total if total else 0):
             continue
         each = f"{share:g}{'' if SHARE_ARGUMENT in config.generation.engine else ' (vLLM default)'}"
-        used = f", of which other programs hold {gpu.used_bytes / GIB:.1f}" if gpu.used_bytes else ""
-        size = f"{total / GIB:.1f} GiB{used}" if total else "a size that is not known"
+        size = f"{total / GIB:.1f} GiB{describe_use(gpu)}" if total else "a size that is not known"
         most = (1 - (gpu.used_bytes / total if total else 0)) / len(on_it)
+        fixes = [f"Set it to at most {math.floor(most * 100) / 100:g}"] if most >= _LEAST_SHARE else []
+        num_fitting = len(gpus) // len(placement.gpus[on_it[0]])
+        fixes += [f"lower generation.replicas to {num_fitting}"] if len(on_it) > 1 else []
+        fixes += [f"end the GPU's other programs{choose_unused(gpus)}"] if gpu.used_bytes else []
         raise InputError(
             _SHARE_KEY,
             f"{each} of GPU {gpu.name} for each of {', '.join(on_it)} is more than it has: {size}",
-            f"Set it to at most {math.floor(most * 100) / 100:g}, lower generation.replicas, or end the GPU's other "
-            f"programs\n{placement.table()}",
+            f"{', or '.join(fixes)}\n{placement.table()}",
         )
 
 
@@ -143,8 +181,9 @@ def _visible(gpus: Iterable[Gpu]) -> dict[str, str]:
     return {VISIBLE: ",".join(gpu.name for gpu in gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """The rows as lines with equally wide columns; a row may end early."""
+    widths = [max(len(cell) for cell in column) for column in zip_longest(*rows, fillvalue="")]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows
     )

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import tempfile
 import uuid
 from asyncio.subprocess import Process
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
-from gspo.cli.processes.guard import SUPERVISOR_VARIABLE
+from gspo.cli.processes.nodes import Nodes
 from gspo.cli.processes.placement import NO_GPUS, Placement
 from gspo.common.errors import EXIT_BAD_INPUT, WARNING
+from gspo.common.service.module_command import SUPERVISOR_VARIABLE, module_command
 from gspo.common.service.options import CHECKED, StartCommand
 from gspo.common.tasks import task_group
 
@@ -35,7 +35,7 @@ class PreflightProcess:
     def __init__(
         self, service: str, command: tuple[str, ...], process: Process, parent_end: socket.socket, output: BinaryIO
     ):
-        self.service, self.program = service, command[:3]
+        self.service, self.program = service, command[:4]
         self._process, self._socket, self._output = process, parent_end, output
 
     @classmethod
@@ -115,14 +115,15 @@ class Preflight:
 
     Args:
         run_dir: Run directory of the services that they become; None for checks alone.
+        nodes: Where the processes run; a check on a node ends, and its service is started anew.
 
     Attributes:
         supervisor_id: The id of the later supervisor, which is in the environment of the processes.
     """
 
-    def __init__(self, run_dir: Path | None = None) -> None:
+    def __init__(self, run_dir: Path | None = None, nodes: Nodes | None = None) -> None:
         self.supervisor_id = uuid.uuid4().hex
-        self._run_dir = run_dir
+        self._run_dir, self._nodes = run_dir, nodes
         self._processes: dict[str, PreflightProcess] = {}
 
     def __enter__(self) -> Preflight:
@@ -138,8 +139,9 @@ class Preflight:
             variables: Environment variables beside those of this process.
         """
         name = f"{service}-0"
-        command = check_command(service, config_file)
-        if self._run_dir is not None:
+        launcher = self._nodes.check_launcher(name) if self._nodes else ()
+        command = (*launcher, *check_command(service, config_file))
+        if self._run_dir is not None and not launcher:
             # The process keeps this command line as the service, so name and run directory identify it.
             command += ("--wait", "--name", name, "--run-dir", str(self._run_dir))
         environment = {**os.environ, **variables, SUPERVISOR_VARIABLE: self.supervisor_id}
@@ -197,5 +199,5 @@ def _last_message(output: str) -> str:
 
 
 def check_command(service: str, config_file: Path) -> tuple[str, ...]:
-    """The command line of a service's own check; the first three words are the program."""
-    return (sys.executable, "-m", f"gspo.{service}", "--check", str(config_file))
+    """The command line of a service's own check; the first four words are the program."""
+    return (*module_command(f"gspo.{service}"), "--check", str(config_file))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+from gspo.cli.processes.nodes import Nodes
 from gspo.cli.processes.placement import NO_GPUS, Placement
 from gspo.cli.processes.preflight import Preflight
 from gspo.cli.processes.supervisor import Program
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import check_credentials
-from gspo.common.streams.keys import COORDINATOR, GENERATION, LEARNER, REWARD, SERVICES
+from gspo.common.service.module_command import module_command
+from gspo.common.streams.keys import COORDINATOR, GATEWAY, GENERATION, LEARNER, REWARD, SERVICES
+
+# The process that gets a configured port -> the key.
+_PORTS = {"coordinator-0": "coordinator_port", "reward-0": "reward_port", "gateway-0": "gateway_port"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Job:
         coordinator_options: Further options of the coordinator.
         placement: The GPUs of its processes.
         preflight: Processes that wait to become the services' first ones.
+        nodes: The nodes of a cluster, if the run has several; None starts everything on this machine.
     """
 
     config: Config
@@ -35,6 +41,7 @@ class Job:
     coordinator_options: tuple[str, ...] = ()
     placement: Placement = NO_GPUS
     preflight: Preflight = field(default_factory=Preflight)
+    nodes: Nodes | None = None
 
     @property
     def has_external_learner(self) -> bool:
@@ -47,9 +54,18 @@ class Job:
         return process_names(self.config, self.services)
 
 
+def services_of(config: Config) -> tuple[str, ...]:
+    """The services of a run that trains; the gateway only where it has replicas."""
+    return (*SERVICES, GATEWAY) if config.gateway.replicas else SERVICES
+
+
 def process_names(config: Config, services: Iterable[str]) -> list[str]:
     """Names of a run's processes, Redis apart."""
-    replicas = {GENERATION: config.generation.replicas, REWARD: config.reward.replicas}
+    replicas = {
+        GENERATION: config.generation.replicas,
+        REWARD: config.reward.replicas,
+        GATEWAY: config.gateway.replicas,
+    }
     return [f"{service}-{number}" for service in services for number in range(replicas.get(service, 1))]
 
 
@@ -61,13 +77,13 @@ def check_ports(config: Config) -> None:
     """
     services = config.services
     check_credentials(config, services.host, services.redis_url)
-    if services.coordinator_port and services.coordinator_port == services.reward_port:
-        raise InputError(
-            "services.reward_port", f"{services.reward_port} is services.coordinator_port too", "Set another, or 0"
-        )
-    for key in ("coordinator_port", "reward_port"):
+    taken: dict[int, str] = {}
+    for key in _PORTS.values():
         if not (port := getattr(services, key)):
             continue
+        if port in taken:
+            raise InputError(f"services.{key}", f"{port} is services.{taken[port]} too", "Set another, or 0")
+        taken[port] = key
         try:
             socket.create_server((services.host, port)).close()
         except OSError as error:
@@ -80,19 +96,22 @@ def check_ports(config: Config) -> None:
 
 def service_programs(job: Job, redis_url: str) -> list[Program]:
     """The program of every service process of the run, except a learner that the user starts."""
-    # The first replica gets the configured port.
-    ports = {"coordinator-0": job.config.services.coordinator_port, "reward-0": job.config.services.reward_port}
+    ports = {name: getattr(job.config.services, key) for name, key in _PORTS.items()}
     programs = []
     for name in job.names:
         service = name.rpartition("-")[0]
         if service == LEARNER and job.has_external_learner:
             continue
-        command = [sys.executable, "-m", f"gspo.{service}", "--run-dir", str(job.run_dir), "--redis-url", redis_url]
+        launcher = job.nodes.launcher(name) if job.nodes else ()
+        command = [*launcher, *module_command(f"gspo.{service}")]
+        command += ["--run-dir", str(job.run_dir), "--redis-url", redis_url]
         command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
         command += job.coordinator_options if service == COORDINATOR else ()
         program = Program(
             name, tuple(command), environment=job.placement.environment(name), preflight=job.preflight.take(name)
         )
+        if job.nodes and launcher:
+            program = replace(program, loss=partial(job.nodes.loss, name))
         resume = {"command": (*command, "--resume")} if job.resume else {"restart_options": ("--resume",)}
         programs.append(replace(program, **resume))
     return programs

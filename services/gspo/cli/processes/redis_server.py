@@ -19,6 +19,7 @@ from gspo.common.model.memory_needs import check_fits, redis_bytes
 from gspo.common.network.credentials import (
     EVERY_INTERFACE,
     is_loopback,
+    reachable_host,
     redis_arguments,
     redis_password,
     redis_refusal,
@@ -92,10 +93,10 @@ def redis_command(hosts: str | tuple[str, ...], port: int, folder: Path, secrets
     return words + [str(part) for key, value in settings.items() for part in (f"--{key}", value)]
 
 
-def free_port() -> int:
-    """A TCP port that is free now."""
+def free_port(host: str = LOOPBACK) -> int:
+    """A TCP port that is free now at an address of this machine; on every interface if it is not loopback."""
     with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+        probe.bind((LOOPBACK if is_loopback(host) else "", 0))
         return int(probe.getsockname()[1])
 
 
@@ -123,9 +124,11 @@ async def start_redis(
         if is_new_run:
             await check_unused(redis, config)
         return redis, url
-    port = free_port()
+    host = config.services.host
+    port = free_port(host)
     supervisor.start([redis_program(config, run_dir, port)])
-    url = f"redis://{LOOPBACK}:{port}/0"
+    # Services on other machines use the same address as those here.
+    url = f"redis://{LOOPBACK if is_loopback(host) else reachable_host(host)}:{port}/0"
     redis = connect_redis(url, config)
     try:
         async with asyncio.timeout(_START_S):

@@ -15,14 +15,15 @@ import subprocess
 import time
 import uuid
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
-from gspo.cli.processes.guard import SUPERVISOR_VARIABLE, kill_processes_of, start_guard
+from gspo.cli.processes.guard import kill_processes_of, start_guard
 from gspo.cli.processes.preflight import PreflightProcess
 from gspo.common.errors import EXIT_BAD_INPUT
+from gspo.common.service.module_command import SUPERVISOR_VARIABLE
 from gspo.common.tasks import wait_until_set
 
 # A service that ran so long before it died is not in a crash loop: its deaths are counted from 1 again.
@@ -44,6 +45,8 @@ class Program:
         restart_options: Added to the command when it is started again after a death.
         environment: Variables beside those of the supervisor, at every start.
         preflight: A process that has checked the configuration and becomes its first one; None starts a new one.
+        ended: Called after a death, when the process and its children have ended.
+        loss: Asked after a death: why the program cannot start again, while the others go on; empty where it can.
     """
 
     name: str
@@ -51,6 +54,8 @@ class Program:
     restart_options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     preflight: PreflightProcess | None = None
+    ended: Callable[[], Awaitable[None]] | None = None
+    loss: Callable[[], Awaitable[str]] | None = None
 
 
 class Child:
@@ -117,6 +122,10 @@ class ProcessSupervisor:
         max_restarts: Deaths of one program that are answered by a restart.
         say: Called with a line for the user.
         supervisor_id: Identifies its processes to the guard; a new one by default.
+
+    Attributes:
+        children: All programs, by name.
+        lost: Names of those that ended with their place, and are not started again.
     """
 
     def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None], supervisor_id: str = "") -> None:
@@ -124,6 +133,7 @@ class ProcessSupervisor:
         self._supervisor_id = supervisor_id or uuid.uuid4().hex
         self._guard: subprocess.Popen[str] | None = None
         self.children: dict[str, Child] = {}
+        self.lost: set[str] = set()
         self._keepers: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
 
@@ -221,6 +231,12 @@ class ProcessSupervisor:
             await asyncio.to_thread(kill_processes_of, "", (session,))
             self._notify_guard(-session)
             if self._ending.is_set():
+                return
+            if child.program.ended:
+                await child.program.ended()
+            if child.program.loss and (loss := await child.program.loss()):
+                self.lost.add(child.name)
+                self._say(f"{child.name} has ended: {loss}. The run continues without it")
                 return
             lived_s = time.monotonic() - child.started
             deaths = 1 if lived_s > STEADY_S else deaths + 1

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.cli.rundir.plan import ENVIRONMENT_NAME
+from gspo.cli.rundir.start import ENVIRONMENT_NAME
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.runlog.run_log import EvaluationRecord, RunLog, SettledRecord, best_of
+from gspo.runlog.run_log import EvaluationRecord, RunLog, SettledRecord, best_evaluated
 from gspo.runlog.step_files import read_columns
 
 TRAINED = "trained"
@@ -146,7 +146,8 @@ class RunHistory:
     @cached_property
     def best(self) -> tuple[int, float] | None:
         """(version, score) of the best version by evaluation.keep_best; None where no version has a score."""
-        return best_of((record.version, record.score) for record in self.evaluations)
+        compared = self.config.best_figure if self.config else None
+        return best_evaluated(self.evaluations, compared.weights if compared else None)
 
     @cached_property
     def steps(self) -> NDArray[np.int64]:

@@ -130,7 +130,7 @@ def _draw_panel(axes: Any, panel: Panel, history: RunHistory) -> bool:
     _draw_layers(axes, [part for part in panel.parts if isinstance(part, Layer)], history)
     for part in panel.parts:
         if isinstance(part, Line):
-            _draw_line(axes, part, history)
+            draw_line(axes, part, history)
     if panel.add is not None:
         has_content |= panel.add(axes, history)
     if panel.limits is not None and history.config is not None:
@@ -145,7 +145,8 @@ def _draw_panel(axes: Any, panel: Panel, history: RunHistory) -> bool:
     return has_content
 
 
-def _draw_line(axes: Any, line: Line, history: RunHistory) -> None:
+def draw_line(axes: Any, line: Line, history: RunHistory) -> None:
+    """Draw a figure over the steps; nothing where no step has it."""
     values = history.series(line.figure)
     if np.isnan(values).all():
         return
@@ -155,7 +156,8 @@ def _draw_line(axes: Any, line: Line, history: RunHistory) -> None:
             history.steps, values - width, values + width, color=SKY, alpha=0.35, linewidth=0, label="± std"
         )
     if len(values) < _SMOOTH_FROM:
-        marker = "o" if len(values) <= _MARKERS_UP_TO else None
+        # A value between steps without one has no line, only a marker.
+        marker = "o" if (~np.isnan(values)).sum() <= _MARKERS_UP_TO else None
         axes.plot(history.steps, values, line.style, color=line.colour, label=line.label, marker=marker, **_LINE_STYLE)
         return
     num_steps = len(values) // 20 | 1

@@ -6,7 +6,8 @@ groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,19 @@ from gspo.cli.report.panels import (
     Limit,
     Line,
     Panel,
+    draw_line,
     draw_panels,
 )
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.advice import CLIPPED_TOO_MUCH
+from gspo.common.telemetry.source_figures import named_sources, source_figure
 from gspo.runlog.run_log import EvaluationRecord
 
 _SIZE_INCHES, _DPI = (6.4, 3.5), 150
 # Of the held-out files, in their order.
 _COLOURS, _STYLES = (BLUE, GREEN, PURPLE, ORANGE), ("o-", "s-", "^-", "v-")
+# Of the sources of prompts, again from the first after the last.
+_SOURCE_STYLES = tuple(product(("-", "--", ":"), (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)))
 # The highest y of a share that is often 0.
 _SMALL_SHARE = 0.05
 
@@ -132,6 +137,18 @@ def _add_turns(axes: Any, history: RunHistory) -> bool:
     return False
 
 
+def _of_sources(figure: str) -> Callable[[Any, RunHistory], bool]:
+    """Draws a figure of each source of prompts."""
+
+    def add(axes: Any, history: RunHistory) -> bool:
+        sources = named_sources(history.figures)
+        for source, (style, colour) in zip(sources, cycle(_SOURCE_STYLES), strict=False):
+            draw_line(axes, Line(source_figure(source, figure), source, colour, style), history)
+        return bool(sources)
+
+    return add
+
+
 def _add_group_bars(axes: Any, history: RunHistory) -> bool:
     groups = history.groups
     counts = {**{name: groups.counts[name] for name in SETTLEMENTS}, "open": groups.open}
@@ -150,12 +167,22 @@ def _add_group_bars(axes: Any, history: RunHistory) -> bool:
 
 def _clip_bounds(config: Config) -> Iterator[Limit]:
     """The log-ratios beyond which a sequence is clipped; a ratio of each token has no bound on their mean."""
-    if config.algorithm.importance_sampling == "token":
+    if not config.algorithm.clips_sequences or config.algorithm.pg_clip_reference_length is not None:
         return
     low, high = config.algorithm.clip
     if low < 1:
         yield Limit(float(np.log1p(-low)), "clip", RED)
     yield Limit(float(np.log1p(high)), None if low < 1 else "clip", RED)
+
+
+def _add_clip_sides(axes: Any, history: RunHistory) -> bool:
+    """The mean bounds of each step, if an answer's clip follows from its length."""
+    low, high = (history.series(f"clip_{side}_mean") for side in ("low", "high"))
+    if not np.isnan(high).all():
+        style = {"color": RED, "linestyle": "--", "linewidth": 1}
+        axes.plot(history.steps, np.log1p(-np.minimum(low, 1 - 1e-9)), label="clip, mean over sequences", **style)
+        axes.plot(history.steps, np.log1p(high), **style)
+    return False
 
 
 def _age_limit(config: Config) -> Iterator[Limit]:
@@ -179,6 +206,15 @@ PLOTS = (
         ),
     ),
     Plot(
+        "sources",
+        "Which task gets better?",
+        "The training rewards of each source of prompts. A source whose groups all have equal rewards teaches nothing "
+        "at present, also with a large weight.",
+        Panel("mean reward", add=_of_sources("reward_mean"), y_range=(None, None)),
+        Panel("equal rewards", add=_of_sources("zero_spread_groups"), is_share=True, least_top=_SMALL_SHARE),
+        Panel("tokens an answer", add=_of_sources("response_tokens_mean")),
+    ),
+    Plot(
         "pass",
         "Does it solve more, or the same more surely?",
         "pass@k: the chance that the best of k sampled answers has at least evaluation.pass_reward. If pass@1 rises "
@@ -195,6 +231,7 @@ PLOTS = (
             Line("turns_done_mean", "of them, those that the environment ended", SKY),
             add=_add_turns,
         ),
+        Panel("tokens a turn", Line("turn_tokens_mean", "mean over the step's turns", GREEN)),
     ),
     Plot(
         "tools",
@@ -241,7 +278,8 @@ PLOTS = (
     Plot(
         "clip",
         "How much of the signal does the clip remove?",
-        "A clipped sequence gives no gradient in its optimizer step (under a token ratio, a part of it). If the line "
+        "A clipped sequence gives no gradient in its optimizer step (under a token ratio, a part of it; under cispo "
+        "its weight is bounded). If the line "
         "of the noise is far up in the bars, the clip cuts numerical differences between the engines, not changes of "
         "the policy.",
         Panel(
@@ -254,6 +292,21 @@ PLOTS = (
         ),
     ),
     Plot(
+        "clip_causes",
+        "Why are sequences outside the clip?",
+        "At the step's first weights, engine noise and lag put sequences outside. Above that line, the policy has "
+        "moved within the step. Below the dotted line, the engines' noise alone explains it. With old_logprobs: "
+        "recompute, movement is all there is.",
+        Panel(
+            "share of sequences",
+            Line("outside_clip_sequences", "outside the clip", BLUE),
+            Line("outside_clip_at_start", "of the step's first weights: noise and lag", ORANGE),
+            Line("outside_clip_noise", "noise alone, where it is known", "black", ":"),
+            is_share=True,
+            least_top=_SMALL_SHARE,
+        ),
+    ),
+    Plot(
         "log_ratio",
         "How far does the policy move from the old one?",
         "The mean log-ratio of a sequence's tokens, over all optimizer steps of a step. The old policy is the policy "
@@ -263,6 +316,7 @@ PLOTS = (
             "log-ratio (nats)",
             Line("log_ratio_mean", "mean over sequences", BLUE, band="log_ratio_std"),
             limits=_clip_bounds,
+            add=_add_clip_sides,
             y_range=(None, None),
         ),
         Panel("largest |log-ratio|", Line("log_ratio_max", None, PURPLE)),
@@ -275,6 +329,18 @@ PLOTS = (
         Panel(
             "cut off",
             Line("truncated_share", "share cut off at response_length", RED),
+            is_share=True,
+            least_top=_SMALL_SHARE,
+        ),
+    ),
+    Plot(
+        "experts",
+        "How far do the routers move within a step?",
+        "Under routing_replay: learner the step's passes keep the experts of its first weights. The line is the share "
+        "of tokens whose router would have chosen others in the last mini-batch: what the replay holds back.",
+        Panel(
+            "share of tokens",
+            Line("experts_changed", "tokens with other experts at present", PURPLE),
             is_share=True,
             least_top=_SMALL_SHARE,
         ),
@@ -299,6 +365,13 @@ PLOTS = (
         Panel("k3 (nats)", Line("k3", "KL estimate to the old policy", ORANGE)),
     ),
     Plot(
+        "teacher",
+        "Does the policy come to answer like its teacher?",
+        "The KL from policy to teacher, estimated on the policy's own answers. It may stay above 0 where the policy "
+        "has too few parameters for the teacher's answers.",
+        Panel("KL (nats a token)", Line("teacher_kl", "mean over tokens", PURPLE), y_range=(None, None)),
+    ),
+    Plot(
         "gradient",
         "Is training stable?",
         "Look for jumps of the norm. The loss of a policy gradient does not fall during learning.",
@@ -319,10 +392,22 @@ PLOTS = (
             "seconds a step",
             Layer("wait_s", "waiting for rollouts", GREY),
             Layer("train_s", "training", BLUE),
-            Layer("publish_s", "making the version", ORANGE, "///"),
+            Layer("shift_s", "handing shared cards over", RED, "\\\\"),
+            Layer("probe_s", "measuring the engines' mismatch", SKY),
+            Layer("publish_s", "making the version: training waits", ORANGE, "///"),
             Layer("hold_s", "waiting for an evaluation", PURPLE, "xxx"),
             Layer("log_s", "logging", GREEN, "..."),
+            Line("version_beside_s", "making the version, beside training", "black", ":"),
+            Line("checkpoint_beside_s", "writing a checkpoint, beside training", "black", "--"),
         ),
+    ),
+    Plot(
+        "mfu",
+        "How well are the cards used?",
+        "MFU: the operations that the model needs, as a share of the cards' peak. The learner's is over the time of "
+        "training and its own cards; the loop's is over the whole step and the cards of learner and generators.",
+        Panel("share of peak", Line("learner_mfu", "learner", BLUE), Line("mfu", "whole loop", ORANGE), is_share=True),
+        Panel("tokens/s a card", Line("tokens_per_s_per_card", "trained tokens, whole loop", GREEN)),
     ),
     Plot(
         "groups",

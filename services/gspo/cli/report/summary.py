@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
-from gspo.cli.monitor.view import largest_pass, unscored_so_far
+from gspo.cli.monitor.view import largest_pass, mismatch_line, unscored_so_far
 from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
-from gspo.cli.rundir.plan import FAILED
+from gspo.cli.rundir.start import FAILED
 from gspo.common.telemetry.advice import verdict
+from gspo.common.telemetry.card_use import mean_card_use
+from gspo.common.telemetry.clip_causes import clip_causes
 
-TIMES = ("wait_s", "train_s", "publish_s", "hold_s", "log_s")
+TIMES = ("wait_s", "shift_s", "train_s", "probe_s", "publish_s", "hold_s", "log_s")
 
 
 def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: dict[str, Any] | None) -> dict[str, Any]:
@@ -21,7 +24,7 @@ def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: di
         wall_s: Wall-clock seconds of the last session by phase; None if unknown.
         finished: `end` (the word of a RunEnd) and `reason`; empty or None where the run has not come to an end.
     """
-    config, best, bound = history.config, None, None
+    config, best, bound, causes = history.config, None, None, clip_causes(history.figures)
     if history.best is not None:  # the version in `best/`
         version, score = history.best
         best = {"version": version, "figure": config.evaluation.keep_best if config else None, "score": score}
@@ -54,6 +57,8 @@ def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: di
         "rollouts": _rollouts(history),
         "tokens": int(tokens),
         "tokens_per_s": tokens / time_s if time_s else None,
+        "card_use": mean_card_use(history.figures),
+        "outside_clip": causes and asdict(causes),
         "wall_s": wall_s,
         "bound": bound and {"stage": bound.stage, "because": bound.because, "change": list(bound.change)},
         "steps_s": {name: math.fsum(figures.get(name, 0.0) for figures in history.figures) for name in TIMES},
@@ -110,6 +115,7 @@ def notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         *_accuracy_notes(history, summary),
         *_group_notes(history, summary),
         *([f"{unscored}."] if unscored else []),
+        *_mismatch_notes(history),
         *_log_notes(history),
         *history.problems,
     ]
@@ -143,6 +149,11 @@ def _accuracy_notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     if change is not None and change[1] is not None and abs(change[0]) < 2 * change[1]:
         sentences.append("The change of the held-out reward is less than two standard errors: it may be chance.")
     return sentences
+
+
+def _mismatch_notes(history: RunHistory) -> list[str]:
+    line = mismatch_line(history.figures, history.config) if history.config else ""
+    return [f"{line}."] if line and history.figures[-1].get("mismatch_age") != 0 else []
 
 
 def difference(summary: dict[str, Any], name: str) -> tuple[float, float | None] | None:

@@ -15,15 +15,16 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gspo.cli.monitor.view import duration
+from gspo.cli.monitor.view import duration, mismatch_line
 from gspo.cli.report.history import SETTLEMENTS, RunHistory
 from gspo.cli.report.page_tables import evaluation_table, read_samples, stale_by_length
 from gspo.cli.report.plots import Plot, write_plots
 from gspo.cli.report.summary import difference, notes, summarise
-from gspo.cli.rundir.plan import FAILED, PAGE_NAME, STOPPED, SUMMARY_NAME
+from gspo.cli.rundir.start import FAILED, PAGE_NAME, STOPPED, SUMMARY_NAME
 from gspo.common.config.schema import Config
 from gspo.common.host.durable_write import replace_file
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
+from gspo.common.telemetry.clip_causes import clip_causes_line
 from gspo.common.telemetry.step_time import shares
 
 PLOTS_NAME = "plots"
@@ -93,6 +94,7 @@ def render(history: RunHistory, summary: dict[str, Any], plots: list[Plot]) -> s
         notes=notes(history, summary),
         advice=_advice(history),
         plots=[(plot, b64encode((run_dir / PLOTS_NAME / f"{plot.name}.png").read_bytes()).decode()) for plot in plots],
+        measured={"clip_causes": _clip_sentences(history)},
         ran=_what_ran(config) if config else {},
         algorithm=_algorithm(config) if config else {},
         phases=[(name.replace("_", " "), s, s / sum(phases.values())) for name, s in phases.items() if s > 0],
@@ -134,26 +136,45 @@ def _advice(history: RunHistory) -> list[tuple[str, list[int]]]:
     return list(by_name.values())
 
 
+def _clip_sentences(history: RunHistory) -> str:
+    """The measured causes of the clip, for the caption of their plot."""
+    if history.config is None:
+        return ""
+    lines = (clip_causes_line(history.figures, history.config), mismatch_line(history.figures, history.config))
+    return " ".join(f"{line}." for line in lines if line)
+
+
 def _what_ran(config: Config) -> dict[str, Any]:
     algorithm, staleness, learner = config.algorithm, config.staleness, config.learner
     low, high = algorithm.clip
+    bounds = f"clip {low:g} below and {high:g} above 1"
+    if algorithm.pg_clip_reference_length is not None:
+        bounds += f", for {algorithm.pg_clip_reference_length} tokens"
+    if algorithm.bounds_divergence:
+        bounds = f"divergence {low:g} down and {high:g} up"
+    ratio, loss = f"{algorithm.importance_sampling}, {bounds}, ", str(algorithm.objective)
+    if algorithm.has_own_loss:
+        ratio, loss = "", f"{algorithm.loss.entry} of {algorithm.loss.path}"
     held_out = config.evaluation.files.items()
     lora = learner.lora
     adapters = f"adapters (LoRA) of rank {lora.rank}, alpha {lora.alpha:g}, at {', '.join(lora.target_modules)}"
     spread = (f", {learner.ranks} ranks" if learner.ranks > 1 else "") + (
         f", ZeRO {learner.zero_stage}" if learner.zero_stage else ""
     )
-    rewards = "; ".join(f"{f.label} ({f.path}), weight {f.weight:g}" for f in config.reward.functions)
+    code = {key: part for source in config.sources for key, part in source.code()}
+    rewards = "; ".join(f"{part.label} ({part.path}), weight {part.weight:g}" for part in code.values())
     return {
         "model": config.model.path,
-        "prompts": config.data.prompts,
+        "prompts": ", ".join(
+            f"{source.name}: {source.prompts}, weight {source.weight:g}" if source.name else str(source.prompts)
+            for source in config.sources
+        ),
         "held-out prompts": ", ".join(f"{name}: {path}" if name else str(path) for name, path in held_out) or "none",
         "reward": rewards,
         "preset": algorithm.preset,
-        "ratio": f"{algorithm.importance_sampling}, clip {low:g} below and {high:g} above 1, "
-        f"old_logprobs {algorithm.old_logprobs}",
+        "ratio": f"{ratio}old_logprobs {algorithm.old_logprobs}",
         "advantage": f"{algorithm.adv_estimator}, reward_norm {algorithm.reward_norm or 'null'}",
-        "loss": algorithm.loss_agg_mode,
+        "loss": f"{loss}, {algorithm.loss_agg_mode}",
         "length": ", ".join(
             f"{key} {value:g}"
             for key in ("total_steps", "total_epochs", "total_hours")

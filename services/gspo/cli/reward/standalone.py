@@ -17,10 +17,11 @@ from gspo.cli.processes.redis_server import REDIS, check_redis, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.run.session import Interrupts
 from gspo.cli.rundir.open_run import api_url
-from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, lock_run_dir, prepare, write_supervisor_facts
+from gspo.cli.rundir.start import SERVICES_DIR, RunStart, lock_run_dir, prepare, write_supervisor_facts
 from gspo.common.config.loading import read_config
 from gspo.common.config.reward import RewardFunction
 from gspo.common.config.schema import Config
+from gspo.common.config.sources import code_of
 from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import Keys
 from gspo.common.tasks import task_group
@@ -45,19 +46,20 @@ def serve(config_file: Path, port: int, console: Console) -> int:
 
 def serving_config(config: Config, port: int) -> Config:
     """The configuration without registered functions, because the user submits those first."""
-    functions = tuple(function for function in config.reward.functions if not function.registered)
-    update = {
-        "name": _NAME,
-        "reward": config.reward.model_copy(
-            update={
-                "functions": functions or (RewardFunction(builtin="exact_match"),),
-                "registry": config.registry_dir,
-            }
-        ),
-        "run": config.run.model_copy(update={"directory": config.registry_dir / "service"}),
-        "services": config.services.model_copy(update={"reward_port": port or config.services.reward_port}),
-    }
-    return config.model_copy(update=update)
+    first = config.sources[0]
+    functions = tuple(
+        spec for spec in code_of(config.sources).values() if isinstance(spec, RewardFunction) and not spec.registered
+    )
+    serving = config.with_keys(
+        data={"prompts": first.prompts, "sources": ()},
+        reward={
+            "functions": functions or (RewardFunction(builtin="exact_match"),),
+            "registry": config.registry_dir,
+        },
+        run={"directory": config.registry_dir / "service"},
+        services={"reward_port": port or config.services.reward_port},
+    )
+    return serving.model_copy(update={"name": _NAME})
 
 
 async def _serve(config: Config, console: Console) -> int:
@@ -65,7 +67,7 @@ async def _serve(config: Config, console: Console) -> int:
     interrupts.install()
     if config.services.redis_url:
         await check_redis(config.services.redis_url, config)
-    prepare(RunPlan(config, config.run_dir, resume=True))
+    prepare(RunStart(config, config.run_dir, resume=True))
     # As on resume, keys of an earlier service are its own.
     job = Job(config, config.run_dir, resume=True, services=("reward",))
     logs = config.run_dir / SERVICES_DIR

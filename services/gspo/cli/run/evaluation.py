@@ -21,12 +21,12 @@ from rich.text import Text
 
 from gspo.cli.monitor.view import View
 from gspo.cli.processes.exit_codes import InterruptedRunError, RunError, ServiceRefusedError
-from gspo.cli.run.training import run_plan
-from gspo.cli.rundir.plan import SERVICES_DIR, RunPlan, config_file_of
+from gspo.cli.run.training import run_services
+from gspo.cli.rundir.start import SERVICES_DIR, RunStart, config_file_of
+from gspo.cli.rundir.user_config import read_user_config, user_config
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.common.config.loading import CONFIG_NAME, parse_config, read_config, write_config
 from gspo.common.config.schema import Config
-from gspo.common.errors import InputError
+from gspo.common.errors import InputError, nearest
 from gspo.common.model.files import max_positions
 from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED
 
@@ -67,6 +67,7 @@ class EvaluationSpec:
     response_length: int | None = None
     limit: int | None = None
     seed: int | None = None
+    source: str | None = None
 
 
 def evaluate(spec: EvaluationSpec, out: Path | None, *, plain: bool, console: Console) -> int:
@@ -83,17 +84,9 @@ def evaluate(spec: EvaluationSpec, out: Path | None, *, plain: bool, console: Co
             out.unlink()
     with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, naming_options():
         config = eval_config(spec, Path(folder))
-        plan = RunPlan(config, config.run_dir, resume=False)
-        (plan.run_dir / SERVICES_DIR).mkdir(parents=True)
-        write_config(config, plan.run_dir / CONFIG_NAME)
-        session = run_plan(
-            plan,
-            plan.run_dir / CONFIG_NAME,
-            console,
-            plain=plain,
-            services=_SERVICES,
-            coordinator_options=("--evaluate",),
-        )
+        start = RunStart(config, config.run_dir, resume=False)
+        (start.run_dir / SERVICES_DIR).mkdir(parents=True)
+        session = run_services(start, console, plain=plain, services=_SERVICES, coordinator_options=("--evaluate",))
         view, is_interrupted = asyncio.run(session)
         if is_interrupted:
             raise InterruptedRunError("stopped; nothing was measured")
@@ -179,16 +172,23 @@ def eval_config(spec: EvaluationSpec, folder: Path) -> Config:
     Raises:
         InputError: There is neither a reward file nor a base configuration, or a value is out of bounds.
     """
-    base = read_config(config_file_of(spec.base)) if spec.base else None
+    user = read_user_config(config_file_of(spec.base)) if spec.base else None
+    base = user.for_cpus if user else None
     config: dict[str, Any] = base.model_dump(mode="json") if base else {}
+    for name in user.left_out if user else ():
+        section, _, key = name.partition(".")
+        del config[section][key]
     if not config and spec.reward is None:
         raise InputError(
             "--reward", "is missing", "Give the reward file: --reward reward.py, or a --config that has one"
         )
     config["name"], config["run"] = "eval", {"directory": str(folder), "total_steps": 1}
     config.setdefault("learner", {})["schedule"] = "constant"
+    config["placement"] = "split"  # there is no learner to share cards with
     config["model"] = {**config.get("model", {}), "path": spec.model}
     files = {name: str(path.resolve()) for name, path in named_files(spec.prompts).items()}
+    if base is not None:
+        _choose_source(config, base, spec.source)
     config["data"] = {**config.get("data", {}), "prompts": next(iter(files.values()))}
     # A single version has no best.
     evaluation = {"prompts": files.get("", files), "keep_best": None}
@@ -210,7 +210,28 @@ def eval_config(spec: EvaluationSpec, folder: Path) -> Config:
         config["seed"] = spec.seed
     if base is None:
         _fit_lengths(config, spec)
-    return parse_config(config, base=Path.cwd())
+    return user_config(config, base=Path.cwd()).for_device(_SERVICES)
+
+
+def _choose_source(config: dict[str, Any], base: Config, name: str | None) -> None:
+    """Make the reward and the environment of one of several sources those of the evaluation.
+
+    Raises:
+        InputError: There are several and none is named, or none has that name.
+    """
+    by_name = {source.name: source for source in base.sources}
+    if name is None and len(by_name) > 1:
+        fix = f"Name the one that scores the answers: {', '.join(by_name)}"
+        raise InputError("--source", "is missing, and the configuration has several sources of prompts", fix)
+    if name is not None and name not in by_name:
+        raise InputError(
+            "--source", f"'{name}' names no source of the configuration", nearest(name, filter(None, by_name))
+        )
+    chosen = base.sources[0] if name is None else by_name[name]
+    config["data"] |= {"sources": [], "prompt_column": chosen.prompt_column}
+    config["reward"]["functions"] = [function.model_dump(mode="json") for function in chosen.functions]
+    config["environment"] = chosen.environment.model_dump(mode="json")
+    config["sampling"]["stop"] = list(chosen.stop)
 
 
 def _fit_lengths(config: dict[str, Any], spec: EvaluationSpec) -> None:

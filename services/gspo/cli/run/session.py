@@ -9,9 +9,12 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 import httpx
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from gspo.cli.monitor.screens import LiveScreen, PlainScreen
@@ -22,19 +25,21 @@ from gspo.cli.processes.programs import Job, external_learner_command, service_p
 from gspo.cli.processes.redis_server import REDIS, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor, Program
 from gspo.cli.rundir.open_run import api_client, api_url
-from gspo.cli.rundir.plan import SERVICES_DIR, write_supervisor_facts
+from gspo.cli.rundir.start import SERVICES_DIR, write_supervisor_facts
+from gspo.common.config.schema import Config
 from gspo.common.service.redis_client import REDIS_PATIENCE_S
-from gspo.common.streams.keys import COORDINATOR, LEARNER
+from gspo.common.streams.card_engines import CardEngines
+from gspo.common.streams.keys import COORDINATOR, LEARNER, Keys
 from gspo.common.tasks import run_until_cancelled, task_group
 
 Screen: TypeAlias = PlainScreen | LiveScreen
 # Makes the service processes of a job that uses the Redis at an address.
 Programs: TypeAlias = Callable[[Job, str], list[Program]]
 REFRESH_S = 0.25
-# Services end by themselves on Finished; an engine takes some seconds to leave.
-SELF_END_S = 10.0
+# Services end by themselves on Finished; vLLM's processes, on a busy machine, take up to twenty seconds of it.
+SELF_END_S = 25.0
 # Between SIGTERM and SIGKILL: of services that are ready, and where some are still starting.
-DRAIN_S, STARTING_END_S = 15.0, 4.0
+DRAIN_S, STARTING_END_S = 25.0, 4.0
 _STOP_CALL_S = 10.0
 
 
@@ -43,16 +48,18 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
+        self.reason = ""
         self.supervisor: ProcessSupervisor | None = None
         self.screen: Screen | None = None
 
     def install(self) -> None:
         """Take the signals of this process."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if not self.requested.is_set():
+            self.reason = "Ctrl-C" if number == signal.SIGINT else number.name
             self.requested.set()
             return
         if self.screen:
@@ -90,7 +97,7 @@ async def run_session(
             watcher = Watcher(redis, view, screen.say)
             await watcher.forget_last_session()
             write_supervisor_facts(job.run_dir, redis_url)
-            supervisor.start((programs or service_programs)(job, redis_url))
+            supervisor.start(_reporting_ends((programs or service_programs)(job, redis_url), job.config, redis))
             job.preflight.end()  # processes that are not part of this run
             if job.has_external_learner:
                 screen.say(ScreenLine(external_learner_command(job, redis_url)))
@@ -103,6 +110,14 @@ async def run_session(
             terminate_s = STARTING_END_S if view.waiting_to_start else DRAIN_S
             await supervisor.end(SELF_END_S if view.finished else 0.0, terminate_s=terminate_s, last=REDIS)
             await redis.aclose()
+
+
+def _reporting_ends(programs: list[Program], config: Config, redis: Redis) -> list[Program]:
+    """The programs; the ends of generators on shared cards are noted, because the learner waits for them."""
+    if config.placement != "shared":
+        return programs
+    engines = CardEngines(redis, Keys(config.name))
+    return [replace(program, ended=partial(engines.forget_process, program.name)) for program in programs]
 
 
 async def _until_over(
@@ -121,6 +136,8 @@ async def _until_over(
 
     async def refresh() -> None:
         while True:
+            for name in supervisor.lost & view.processes.keys():
+                view.processes[name].is_lost = True
             screen.show(view)
             await asyncio.sleep(REFRESH_S)
 
@@ -157,7 +174,7 @@ async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Int
     try:
         async with api_client(job.config, timeout_s=_STOP_CALL_S) as client:
             url = api_url(coordinator.http, job.config)
-            (await client.post(f"{url}/v1/stop", json={"reason": "Ctrl-C"})).raise_for_status()
+            (await client.post(f"{url}/v1/stop", json={"reason": interrupts.reason})).raise_for_status()
     except httpx.HTTPError as error:
         say(f"the coordinator did not accept the stop ({type(error).__name__}: {error}); ending now", "warning")
         return

@@ -15,19 +15,22 @@ from rich.text import Text
 from gspo.cli.monitor.screens import open_screen
 from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, duration, load_history
 from gspo.cli.processes.exit_codes import InterruptedRunError
+from gspo.cli.processes.gpu_locks import lock_gpus
+from gspo.cli.processes.longest_rollout import check_longest, longest_rollout
+from gspo.cli.processes.nodes import Nodes
 from gspo.cli.processes.placement import Placement, place
+from gspo.cli.processes.planned_memory import memory_table, read_planned_model
 from gspo.cli.processes.preflight import Preflight, check_services
-from gspo.cli.processes.programs import Job, check_ports, process_names
+from gspo.cli.processes.programs import Job, check_ports, process_names, services_of
 from gspo.cli.processes.redis_server import check_redis
 from gspo.cli.run.session import Interrupts, Programs, run_session
-from gspo.cli.rundir.plan import PAGE_NAME, RunPlan, lock_run_dir, plan_run, prepare
-from gspo.common.config.loading import CONFIG_NAME
+from gspo.cli.rundir.start import PAGE_NAME, RunStart, decide_start, lock_run_dir, prepare, write_draft
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED
 from gspo.common.host.machine import free_memory, visible_gpus
 from gspo.common.model.memory_needs import check_fits, redis_bytes
 from gspo.common.streams.entries import word_of
-from gspo.common.streams.keys import SERVICES
+from gspo.common.streams.keys import LEARNER, SERVICES
 from gspo.common.tasks import task_group
 from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 
@@ -42,49 +45,57 @@ _RESULTS = (
 )
 
 
-def run(target: Path, *, resume: bool, plain: bool, console: Console, programs: Programs | None = None) -> int:
+def run(
+    target: Path,
+    *,
+    resume: bool,
+    plain: bool,
+    console: Console,
+    programs: Programs | None = None,
+    nodes: Nodes | None = None,
+) -> int:
     """Run to the end; the exit code.
 
     Args:
         programs: Makes other service processes than programs.py; for tests.
+        nodes: The nodes of a cluster; None starts everything on this machine.
 
     Raises:
         InputError: The input cannot work.
         RunError: The run could not go on.
         InterruptedRunError: The user stopped it.
     """
-    plan = plan_run(target, resume=resume)
-    if plan.finished:
+    start = decide_start(target, resume=resume)
+    if start.finished:
         console.print(
-            f"{plan.run_dir} has finished: {plan.finished}. Report: {plan.run_dir / PAGE_NAME}\n"
+            f"{start.run_dir} has finished: {start.finished}. Report: {start.run_dir / PAGE_NAME}\n"
             "To train on, raise run.total_steps in your configuration, then: gspo run CONFIG.yaml --resume",
             highlight=False,
             soft_wrap=True,
         )
         return 0
-    config_file = target / CONFIG_NAME if target.is_dir() else target
-    with lock_run_dir(plan.run_dir):
+    with lock_run_dir(start.run_dir):
         console.print("checking configuration, model, prompts and reward ...", style="dim")
-        view, is_interrupted = asyncio.run(run_plan(plan, config_file, console, plain=plain, programs=programs))
+        services = run_services(
+            start, console, plain=plain, services=services_of(start.config), programs=programs, nodes=nodes
+        )
+        view, is_interrupted = asyncio.run(services)
         if is_interrupted and (view.finished is None or _was_stopped(view)):
-            raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_continue(plan.run_dir)}")
-        return _conclude(plan, view, console)
+            raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_continue(start.run_dir)}")
+        return _conclude(start, view, console)
 
 
-async def run_plan(
-    plan: RunPlan,
-    config_file: Path,
+async def run_services(
+    start: RunStart,
     console: Console,
     *,
     plain: bool,
     services: tuple[str, ...] = SERVICES,
     coordinator_options: tuple[str, ...] = (),
     programs: Programs | None = None,
+    nodes: Nodes | None = None,
 ) -> tuple[View, bool]:
     """Place, check, prepare and run; returns the view at the end, and whether the user interrupted it.
-
-    Args:
-        config_file: What the services check.
 
     Raises:
         InputError: The input cannot work.
@@ -93,14 +104,19 @@ async def run_plan(
     """
     phases, interrupts = Phases(), Interrupts()
     interrupts.install()
-    with Preflight(plan.run_dir) as preflight:
-        placement = place(plan.config, process_names(plan.config, services), visible_gpus())
-        if placement.gpus:
-            console.print(placement.table(), highlight=False)
-        checks = check_all(plan.config, services, config_file, placement, preflight)
-        warnings = await until_interrupted(checks, interrupts)
-        notes = prepare(plan)
-        job = Job(plan.config, plan.run_dir, plan.resume, services, coordinator_options, placement, preflight)
+    # Under a scheduler every process has GPUs of its own already.
+    visible = visible_gpus() if nodes is None else []
+    placement = place(start.config, process_names(start.config, services), visible)
+    # A learner that the user starts takes the rest.
+    taken = visible if LEARNER in services and not start.config.learner.ranks else placement.taken()
+    with lock_gpus(taken, start.run_dir, visible), Preflight(start.run_dir, nodes) as preflight:
+        if start.from_device:
+            console.print(start.from_device, style="dim", highlight=False, soft_wrap=True)
+        warnings = await until_interrupted(
+            _plan_and_check(start, services, placement, preflight, nodes, console), interrupts
+        )
+        notes = prepare(start)
+        job = Job(start.config, start.run_dir, start.resume, services, coordinator_options, placement, preflight, nodes)
         processes = {name: ServiceProcess(name, time.time()) for name in job.names}
         view = View(job.config, job.run_dir, processes, phases)
         if job.resume:
@@ -114,6 +130,48 @@ async def run_plan(
             screen.show(view)
             screen.close()
     return view, interrupts.requested.is_set()
+
+
+async def _plan_and_check(
+    start: RunStart,
+    services: tuple[str, ...],
+    placement: Placement,
+    preflight: Preflight,
+    nodes: Nodes | None,
+    console: Console,
+) -> list[str]:
+    """Show the plan, and check everything before anything starts; returns the warnings."""
+
+    async def check() -> list[str]:
+        return await check_all(start.config, services, write_draft(start), placement, preflight)
+
+    async def plan() -> list[str]:
+        return await show_plan(start.config, services, placement, console)
+
+    if nodes:
+        console.print(nodes.table(), highlight=False)
+        return await check()
+    # On GPUs the model was counted for the defaults. On a CPU, services that have passed their checks import their
+    # libraries while it is counted.
+    first, then = (plan, check) if placement.gpus else (check, plan)
+    return [*await first(), *await then()]
+
+
+async def show_plan(config: Config, services: tuple[str, ...], placement: Placement, console: Console) -> list[str]:
+    """Print the processes with their GPUs and planned memory; returns the warnings of a plan that may not fit.
+
+    Raises:
+        InputError: The longest rollout does not fit.
+    """
+    model = await asyncio.to_thread(read_planned_model, config)
+    if model is None:
+        if placement.gpus:
+            console.print(placement.table(), highlight=False)
+        return []
+    console.print(memory_table(config, placement, process_names(config, services), model), highlight=False)
+    if line := longest_rollout(config, placement, model).line():
+        console.print(line, highlight=False)
+    return check_longest(config, placement, model)
 
 
 async def check_all(
@@ -151,18 +209,18 @@ def _how_to_continue(run_dir: Path) -> str:
     return f"Continue it:\n  gspo run --resume {shlex.quote(str(run_dir))}"
 
 
-def _conclude(plan: RunPlan, view: View, console: Console) -> int:
+def _conclude(start: RunStart, view: View, console: Console) -> int:
     """Write the report and print the summary; returns the exit code."""
     from gspo.cli.report.writer import write_report  # here: plotting takes a second to import
 
     view.phases.enter("report")
     end = view.finished
     finished = {"end": word_of(RunEnd, end.end), "reason": end.reason} if end else {}
-    summary = write_report(plan.run_dir, wall_s=view.phases.wall_s, finished=finished)
+    summary = write_report(start.run_dir, wall_s=view.phases.wall_s, finished=finished)
     view.phases.enter("")
-    print_summary(summary, plan.run_dir, view, console)
+    print_summary(summary, start.run_dir, view, console)
     if _was_stopped(view):
-        console.print(_how_to_continue(plan.run_dir), highlight=False, soft_wrap=True)
+        console.print(_how_to_continue(start.run_dir), highlight=False, soft_wrap=True)
     return EXIT_FAILED if end is not None and end.end == RUN_END_FAILED else 0
 
 

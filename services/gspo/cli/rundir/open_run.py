@@ -12,7 +12,7 @@ import httpx
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from gspo.cli.rundir.plan import check_run_dir, is_run_dir_locked, supervisor_facts
+from gspo.cli.rundir.start import check_run_dir, is_run_dir_locked, supervisor_facts
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config, TlsConfig
 from gspo.common.errors import InputError

@@ -1,94 +1,63 @@
-"""The section `algorithm`: the objective under the names that the field uses, and its presets.
+"""The section `algorithm`: the objective under the names that the field uses.
 
-A preset fills the keys that the user has left out; the user's own keys override it. gspo_core computes the objective,
-from plain numbers that the learner reads here.
+gspo_core computes it, from plain numbers that the learner reads here.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from gspo.common.config.fields import Section
+from gspo.common.config.fields import FilePath, Section
+from gspo.common.config.presets import (
+    CLIP_DEFAULTS,
+    DUAL_CLIP_DEFAULT,
+    ESTIMATOR_NORMS,
+    OBJECTIVE_BOUNDS,
+    OBJECTIVE_KEYS,
+    filled_from_preset,
+)
 
-RewardNorm = Literal["group", "batch", "running"]
-
-# Clip sides by kind of ratio: GSPO's own, and those of its GRPO baseline (arXiv 2507.18071, section 5).
-CLIP_DEFAULTS = {"seq": (3e-4, 4e-4), "seq_token": (3e-4, 4e-4), "token": (0.2, 0.27)}
-# ROLL's 1 + 2 * pg_clip at its default clip of 0.2; at 4e-4 that formula would cut off every negative sequence.
-DUAL_CLIP_DEFAULT = 1.4
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "gspo": {
-        "adv_estimator": "grpo",
-        "importance_sampling": "seq",
-        "loss_agg_mode": "seq-mean-token-mean",
-        "pg_clip_low": 3e-4,
-        "pg_clip_high": 4e-4,
-        "num_mini_batches": 4,
-        "ppo_epochs": 1,
-        "use_kl_loss": False,
-        "dual_clip_loss": False,
-    },
-    "roll-gspo": {
-        "adv_estimator": "reinforce",
-        "importance_sampling": "seq",
-        "rollout_batch_size": 64,
-        "num_return_sequences_in_group": 8,
-        "prompt_length": 2048,
-        "response_length": 4096,
-        "ppo_epochs": 1,
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.001,
-        "loss_agg_mode": "seq-mean-token-sum",
-        "whiten_advantages": True,
-        "advantage_clip": 2.0,
-        "dual_clip_loss": True,
-        "reward_clip": 10.0,
-        "reward_norm": None,
-        "reward_shift": False,
-        "reward_scale": False,
-        "add_token_level_kl": False,
-        "pg_clip": 0.2,
-    },
-    "grpo": {
-        "adv_estimator": "grpo",
-        "importance_sampling": "token",
-        "loss_agg_mode": "token-mean",
-        "pg_clip_low": 0.2,
-        "pg_clip_high": 0.27,
-    },
-}
+RewardNorm = Literal["group", "batch", "running", "leave_one_out"]
 
 
-# Length of an answer, in tokens, for which we take the paper's clip to be meant.
-_CLIP_TOKENS = 4096
+class LossConfig(Section):
+    """A loss of your own, in place of ratio, objective and clip; the learner's process runs its code."""
 
+    path: FilePath | None = Field(
+        None, description="Python file with the loss of each token; the run directory keeps a copy, loss.py"
+    )
+    entry: str = Field("loss", description="Name of the function in that file")
+    reference: bool = Field(
+        False, description="Keep the original model, and pass its log-probs to the function as reference_BT"
+    )
 
-def fitting_clip(num_tokens: int) -> tuple[float, float]:
-    """(low, high) sides of a sequence clip for answers of about so many tokens, with two digits.
-
-    log s is a mean over the tokens. If the tokens move independently, it spreads by 1 / sqrt(length), and sides that
-    grow by the same factor clip the same share of sequences. A rule of thumb: a run reports the share that it clips.
-    """
-    factor = math.sqrt(_CLIP_TOKENS / num_tokens)
-    low, high = (float(f"{side * factor:.2g}") for side in CLIP_DEFAULTS["seq"])
-    return low, high
+    @model_validator(mode="after")
+    def _belongs_to_a_file(self) -> LossConfig:
+        if self.path is None:
+            self.check_defaults("belongs to a file", "Set algorithm.loss.path, or leave it out")
+        return self
 
 
 class AlgorithmConfig(Section):
     """Group Sequence Policy Optimization and its relatives."""
 
-    preset: Literal["gspo", "roll-gspo", "grpo"] = Field(
+    preset: Literal["gspo", "roll-gspo", "grpo", "dr-grpo"] = Field(
         "gspo", description="Preset of the keys below; explicit keys override it"
     )
-    adv_estimator: Literal["grpo", "reinforce"] = Field(
-        "grpo", description="grpo: rewards normalised in their group; reinforce: return-to-go without a group baseline"
+    adv_estimator: Literal["grpo", "rloo", "reinforce"] = Field(
+        "grpo",
+        description="Rewards normalised in their group (grpo), less the mean of the group's other rewards (rloo), or a "
+        "return-to-go without a group baseline (reinforce)",
     )
     importance_sampling: Literal["seq", "seq_token", "token"] = Field(
         "seq", description="Ratio of the sequence (GSPO), of the sequence with token gradients, or of each token (GRPO)"
+    )
+    objective: Literal["clip", "cispo", "dppo_tv", "dppo_kl"] = Field(
+        "clip",
+        description="Loss of a token: its clipped ratio (clip), its log-prob with a clipped weight (cispo), or its "
+        "ratio unless it has moved beyond a divergence (dppo_tv, dppo_kl)",
     )
     rollout_batch_size: PositiveInt = Field(64, description="Groups (prompts) in a step")
     num_return_sequences_in_group: PositiveInt = Field(8, description="Rollouts of one prompt")
@@ -98,38 +67,58 @@ class AlgorithmConfig(Section):
     ppo_epochs: PositiveInt = Field(1, description="Passes over a batch")
     pg_clip: PositiveFloat | None = Field(None, le=1, description="Both sides of the clip at once")
     pg_clip_low: PositiveFloat | None = Field(
-        None, le=1, description="Ratios below 1 - pg_clip_low are clipped; 3e-4 for seq, 0.2 for token"
+        None,
+        le=1,
+        description="Ratios below 1 - pg_clip_low are clipped; 3e-4 for seq, 0.2 for token. Under dppo a divergence",
     )
     pg_clip_high: PositiveFloat | None = Field(
-        None, description="Ratios above 1 + pg_clip_high are clipped; 4e-4 for seq, 0.27 for token"
+        None, description="Ratios above 1 + pg_clip_high are clipped; 4e-4 for seq, 0.27 for token. Under dppo as above"
+    )
+    pg_clip_reference_length: PositiveInt | None = Field(
+        None,
+        description="Answer length, in tokens, that the sides of the clip are meant for. An answer of L tokens has "
+        "sides sqrt(pg_clip_reference_length / L) times as wide. null: the same for every length, as in the paper",
     )
     dual_clip_loss: bool | float = Field(
         False, description="Bound the loss of negative advantages at c times the advantage; true: c = 1.4"
     )
-    loss_agg_mode: Literal["seq-mean-token-mean", "seq-mean-token-sum", "token-mean", "seq-mean-token-sum-norm"] = (
-        Field("seq-mean-token-mean", description="Aggregation of token losses")
-    )
+    loss_agg_mode: Literal[
+        "seq-mean-token-mean", "seq-mean-token-sum", "token-mean", "seq-mean-token-sum-norm", "seq-mean-turn-mean"
+    ] = Field("seq-mean-token-mean", description="Aggregation of token losses")
     old_logprobs: Literal["inference", "recompute"] = Field(
         "inference",
         description="Denominator of the ratio: the engine's log-probs, or a forward pass at the step's first weights",
     )
+    routing_replay: Literal["none", "learner", "engine"] = Field(
+        "none",
+        description="Experts of a mixture in a step's passes: those of the present router (none), or of the pass of "
+        "old_logprobs: recompute (learner). engine is an error that says why",
+    )
     behavior_correction: Literal["none", "truncate", "mask"] = Field(
-        "none", description="Under recompute: weight advantages by old over behavior, truncated or masked"
+        "none",
+        description="Weight advantages by old over behavior (recompute alone), truncated or masked. Under inference, "
+        "mask compares the present policy with behavior",
     )
-    behavior_level: Literal["sequence", "token"] = Field(
-        "sequence", description="Weight of each sequence, by its mean log-ratio, or of each token"
+    behavior_level: Literal["sequence", "token", "product"] = Field(
+        "sequence",
+        description="Weight of each sequence by its mean log-ratio, of each token, or of each sequence by the product "
+        "over its tokens",
     )
-    behavior_low: float = Field(0.5, ge=0, le=1, description="Lower bound of that weight (mask)")
+    behavior_low: float = Field(
+        0.5, ge=0, le=1, description="Lower bound of that weight (mask, and truncate of a product)"
+    )
     behavior_high: float = Field(2.0, ge=1, description="Upper bound of that weight (mask and truncate)")
     use_kl_loss: bool = Field(False, description="Add a KL term to the original model to the loss")
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="Factor of that term")
     kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that term")
+    entropy_coef: NonNegativeFloat = Field(0.0, description="Factor of an entropy bonus in the loss")
     add_token_level_kl: bool = Field(
         False, description="Subtract kl_coef times k1 to the reference from each token's reward"
     )
     kl_coef: NonNegativeFloat = Field(0.001, description="Factor of that subtraction")
     reward_norm: RewardNorm | None = Field(
-        None, description="Moments that rewards are normalised with; group under adv_estimator: grpo"
+        None,
+        description="Moments that rewards are normalised with. adv_estimator: grpo means group, rloo leave_one_out",
     )
     reward_shift: bool = Field(False, description="Only subtract the mean")
     reward_scale: bool = Field(False, description="Only divide by the standard deviation")
@@ -150,18 +139,12 @@ class AlgorithmConfig(Section):
         description="Batches of groups that may fail or be filtered for one step. Then the step uses the existing "
         "groups, or the run ends if there are none",
     )
+    loss: LossConfig = Field(default_factory=LossConfig)
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, keys: Any) -> Any:
-        if not isinstance(keys, dict) or keys.get("preset", "gspo") not in PRESETS:
-            return keys
-        preset = PRESETS[keys.get("preset", "gspo")]
-        return {
-            **{key: value for key, value in preset.items() if key not in _replaced(keys, preset)},
-            **_implied(keys, preset),
-            **keys,
-        }
+        return filled_from_preset(keys) if isinstance(keys, dict) else keys
 
     @model_validator(mode="after")
     def _clip_is_set_one_way(self) -> AlgorithmConfig:
@@ -174,24 +157,74 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _own_loss_is_the_whole_objective(self) -> AlgorithmConfig:
+        for key in OBJECTIVE_KEYS if self.has_own_loss else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise self.wrong(
+                    key,
+                    "has no effect beside algorithm.loss.path, whose function is the whole loss of a token",
+                    "Leave it out, or leave algorithm.loss out",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _objective_fits_its_ratio(self) -> AlgorithmConfig:
+        if self.objective != "clip" and self.dual_clip is not None:
+            raise self.wrong(
+                "dual_clip_loss",
+                f"bounds the clipped ratio, and objective: {self.objective} has bounds of its own",
+                "Leave it out, or set objective: clip",
+            )
+        if self.pg_clip_reference_length is not None and not self.clips_sequences:
+            raise self.wrong(
+                "pg_clip_reference_length",
+                "widens the clip of a sequence's ratio for short answers, and there is none under objective: "
+                f"{self.objective} with importance_sampling: {self.importance_sampling}",
+                "Leave it out, or set objective: clip and importance_sampling: seq",
+            )
+        if not self.bounds_divergence:
+            return self
+        if self.importance_sampling != "token":
+            raise self.wrong(
+                "objective",
+                f"bounds how far single tokens move, and importance_sampling is {self.importance_sampling}",
+                "Set importance_sampling: token",
+            )
+        if self.old_logprobs != "inference":
+            raise self.wrong(
+                "objective",
+                "measures from the policy that sampled, and old_logprobs: recompute puts a later one in its place",
+                "Set old_logprobs: inference",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rewards_have_one_norm(self) -> AlgorithmConfig:
         if self.reward_shift and self.reward_scale:
             raise self.wrong(
                 "reward_shift", "with reward_scale: true is both 'only'", "Leave both out to shift and scale"
             )
-        if self.adv_estimator == "grpo" and self.reward_norm != "group":
+        norm = ESTIMATOR_NORMS.get(self.adv_estimator, self.reward_norm)
+        if self.reward_norm != norm:
             raise self.wrong(
                 "reward_norm",
-                "contradicts adv_estimator: grpo, which means group",
+                f"contradicts adv_estimator: {self.adv_estimator}, which means {norm}",
                 "Leave reward_norm out, or set adv_estimator: reinforce",
             )
-        if (self.reward_shift or self.reward_scale) and self.reward_norm is None:
-            key = "reward_shift" if self.reward_shift else "reward_scale"
+        key = "reward_shift" if self.reward_shift else "reward_scale"
+        if getattr(self, key) and self.reward_norm is None:
             raise self.wrong(key, "needs moments, and reward_norm is null", "Set it to group, batch or running")
-        if self.adv_estimator == "grpo" and self.gamma != 1:
+        if getattr(self, key) and self.reward_norm == "leave_one_out":
+            raise self.wrong(
+                key,
+                "changes the meaning of moments, and reward_norm leave_one_out only subtracts a mean",
+                "Leave it out",
+            )
+        if self.adv_estimator in ESTIMATOR_NORMS and self.gamma != 1:
             raise self.wrong(
                 "gamma",
-                "discounts the return of reinforce; under adv_estimator: grpo every token has its answer's advantage",
+                f"discounts the return of reinforce, and under adv_estimator: {self.adv_estimator} every token has its "
+                "answer's advantage",
                 "Leave gamma out, or set adv_estimator: reinforce",
             )
         return self
@@ -200,7 +233,7 @@ class AlgorithmConfig(Section):
     def _groups_can_be_compared(self) -> AlgorithmConfig:
         if self.num_return_sequences_in_group > 1:
             return self
-        if self.reward_norm == "group":
+        if self.reward_norm in ("group", "leave_one_out"):
             raise self.wrong(
                 "num_return_sequences_in_group",
                 "leaves nothing to compare within a group: every advantage would be 0",
@@ -216,11 +249,36 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _correction_has_something_to_correct(self) -> AlgorithmConfig:
-        if self.behavior_correction != "none" and self.old_logprobs != "recompute":
+        if self.behavior_correction == "truncate" and self.old_logprobs != "recompute":
             raise self.wrong(
                 "behavior_correction",
-                "compares recomputed log-probs with the engine's",
-                "Set old_logprobs: recompute, or behavior_correction: none",
+                "weights by recomputed log-probs over the engine's, and that weight is the ratio under inference",
+                "Set old_logprobs: recompute, or objective: cispo, whose clip truncates it",
+            )
+        if self.behavior_level == "product" and self.behavior_correction != "none" and not self.behavior_low:
+            raise self.wrong(
+                "behavior_low",
+                "leaves behavior_level: product without a lower bound, and long answers with no weight",
+                "Set it above 0, or behavior_level: sequence",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routing_can_be_replayed(self) -> AlgorithmConfig:
+        if self.routing_replay == "engine":
+            raise self.wrong(
+                "routing_replay",
+                "needs the engine's experts. vLLM's enable_return_routed_experts needs Model Runner V2, and that needs "
+                "Triton. It returns experts only with a finished request, and rollouts go on over pushes of new "
+                "weights. They are 384 bytes a token for Qwen3-30B-A3B: 48 layers of 8 experts",
+                "Set it to learner, which replays the experts of the step's first weights",
+            )
+        if self.routing_replay == "learner" and self.old_logprobs != "recompute":
+            raise self.wrong(
+                "routing_replay",
+                "replays the experts behind the old log-probs, and under old_logprobs: inference these are the "
+                "engine's, with experts that the learner does not know",
+                "Set old_logprobs: recompute, or routing_replay: none",
             )
         return self
 
@@ -241,12 +299,37 @@ class AlgorithmConfig(Section):
         return self
 
     @property
+    def longest_rollout(self) -> int:
+        """Tokens of the longest prompt with the longest answer."""
+        return self.prompt_length + self.response_length
+
+    @property
     def clip(self) -> tuple[float, float]:
-        """(low, high) sides of the clip, below and above a ratio of 1."""
+        """(low, high) sides of the clip, below and above a ratio of 1; under dppo divergences."""
         if self.pg_clip is not None:
             return self.pg_clip, self.pg_clip
-        low, high = CLIP_DEFAULTS[self.importance_sampling]
+        low, high = OBJECTIVE_BOUNDS.get(self.objective, CLIP_DEFAULTS[self.importance_sampling])
         return self.pg_clip_low or low, self.pg_clip_high or high
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss of a token is the user's function."""
+        return self.loss.path is not None
+
+    @property
+    def clips_ratio(self) -> bool:
+        """Whether a token or a sequence is taken out by its ratio."""
+        return self.objective == "clip" and not self.has_own_loss
+
+    @property
+    def clips_sequences(self) -> bool:
+        """Whether the clip takes out whole sequences, by their own ratios."""
+        return self.clips_ratio and self.importance_sampling != "token"
+
+    @property
+    def bounds_divergence(self) -> bool:
+        """Whether the bounds are divergences of a token, and no sides of a ratio."""
+        return self.objective.startswith("dppo")
 
     @property
     def dual_clip(self) -> float | None:
@@ -256,37 +339,25 @@ class AlgorithmConfig(Section):
         return float(self.dual_clip_loss)
 
     @property
+    def behavior_bounds(self) -> tuple[float, float] | None:
+        """(lowest, highest) weight of the behavior correction; None without one."""
+        if self.behavior_correction == "none":
+            return None
+        # Truncation only caps: a lower bound would raise the weight of tokens that the policy has moved away from. A
+        # product falls with an answer's length too, and has both.
+        only_caps = self.behavior_correction == "truncate" and self.behavior_level != "product"
+        return 0.0 if only_caps else self.behavior_low, self.behavior_high
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a frozen copy of the first policy is needed."""
-        return self.use_kl_loss or self.add_token_level_kl
+        return self.use_kl_loss or self.add_token_level_kl or self.loss.reference
 
     @property
     def num_rollouts(self) -> int:
         """Rollouts of a step."""
         return self.rollout_batch_size * self.num_return_sequences_in_group
 
-
-def _replaced(keys: dict[str, Any], preset: dict[str, Any]) -> set[str]:
-    """Keys of a preset that another key of the user replaces."""
-    replaced = set()
-    if "pg_clip" in keys:
-        replaced |= {"pg_clip_low", "pg_clip_high"}
-    if {"pg_clip_low", "pg_clip_high"} & keys.keys():
-        replaced.add("pg_clip")
-    if "importance_sampling" in keys and "pg_clip" not in preset:
-        # The clip follows the ratio's kind: 3e-4 on token ratios would clip nearly everything.
-        replaced |= {"pg_clip_low", "pg_clip_high"}
-    if "adv_estimator" in keys:
-        replaced.add("reward_norm")
-    return replaced
-
-
-def _implied(keys: dict[str, Any], preset: dict[str, Any]) -> dict[str, Any]:
-    """Keys whose value follows from another one's."""
-    implied: dict[str, Any] = {}
-    if keys.get("adv_estimator", preset["adv_estimator"]) == "grpo":
-        implied["reward_norm"] = "group"
-    sides = {"pg_clip_low", "pg_clip_high"}
-    if "pg_clip" in preset and "pg_clip" not in keys and sides & keys.keys():
-        implied |= dict.fromkeys(sides, preset["pg_clip"])
-    return implied
+    def divides_over(self, num_parts: int) -> bool:
+        """Whether every mini-batch has as many rollouts for each of so many ranks, or groups of ranks."""
+        return not self.num_rollouts % (self.num_mini_batches * num_parts)

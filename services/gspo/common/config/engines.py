@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from gspo.common.config.fields import FIXED, ON_RESUME, FilePath, FreeMapping, Section
+from gspo.common.config.fields import FIXED, ON_GPUS, ON_RESUME, FilePath, FreeMapping, Section
 
 # On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: it stays in the cache.
 MICRO_BATCH_TOKENS = 2048
+# A probe took 0.2 of a step of 32 rollouts on a CPU, so this is 0.4 % of the time; larger steps have the same probe.
+MISMATCH_EVERY = 50
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -44,9 +46,11 @@ class GenerationConfig(Section):
     may_change = True
 
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Weights and arithmetic of generation"
+        "float32", description="Weights and arithmetic of generation", json_schema_extra={ON_GPUS: "bfloat16"}
     )
-    replicas: PositiveInt = Field(1, le=64, description="Generators that `gspo run` starts")
+    replicas: PositiveInt = Field(
+        1, le=64, description="Generators that `gspo run` starts", json_schema_extra={ON_GPUS: "a balanced split"}
+    )
     on_update: Literal["recompute", "keep", "restart"] = Field(
         "recompute",
         description="In-flight rollouts at a weight update: recompute the KV cache, keep it (cheaper, drifts), or "
@@ -97,7 +101,9 @@ class LearnerConfig(Section):
     """The DeepSpeed learner."""
 
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Arithmetic of training; bfloat16 keeps fp32 master weights"
+        "float32",
+        description="Arithmetic of training; bfloat16 keeps fp32 master weights, and on CPUs a float32 output layer",
+        json_schema_extra={ON_GPUS: "bfloat16"},
     )
     learning_rate: PositiveFloat = Field(1e-6, description="Peak learning rate of AdamW", json_schema_extra=ON_RESUME)
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -113,34 +119,55 @@ class LearnerConfig(Section):
     )
     micro_batch_tokens: PositiveInt | None = Field(
         None,
-        description="Tokens of a micro-batch; default 2048, or the longest rollout if that is more. GPUs suit more",
+        description="Tokens of a micro-batch. null: 2048, or the longest rollout if that is more. A start fills it in, "
+        "on GPUs as far as their memory goes, up to a whole mini-batch",
+        json_schema_extra={ON_GPUS: "what fits"},
     )
     packing: bool = Field(True, description="Train rollouts without padding, if the model supports it")
     gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, more time"
+        False,
+        description="Recompute activations in the backward pass: less memory, more time",
+        json_schema_extra={ON_GPUS: True},
     )
     zero_stage: int = Field(
         0,
         ge=0,
         le=3,
         description="DeepSpeed ZeRO divides over ranks: 1 optimizer states, 2 also gradients, 3 also weights",
+        json_schema_extra={ON_GPUS: "the fastest that fits"},
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description="Keep in host memory: optimizer states (zero_stage 1 to 3), or all with weights (zero_stage 3)",
+        json_schema_extra={ON_GPUS: "the fastest that fits"},
     )
     ranks: int = Field(
         1,
         ge=0,
         le=64,
         description="Ranks that the learner starts on this machine, one for each GPU. 0: you start them, for "
-        "several hosts. On resume it may change with zero_stage 0",
+        "several hosts",
+        json_schema_extra={**ON_RESUME, ON_GPUS: "a balanced split"},
+    )
+    sequence_ranks: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Adjacent ranks that share each packed micro-batch, for long answers: each has a part of its "
+        "positions. It divides the number of ranks and the model's heads",
         json_schema_extra=ON_RESUME,
     )
     rank_timeout_s: PositiveFloat = Field(
         600.0, description="Longest wait of a rank for another; then the learner restarts", json_schema_extra=ON_RESUME
     )
     threads: int = Field(0, ge=0, description="CPU threads of a rank; 0 shares all cores out among them")
+    mismatch_every: int = Field(
+        MISMATCH_EVERY,
+        ge=0,
+        description="Most steps between two measurements of the engines' mismatch with a lag, by a probe under the "
+        "weights of an earlier version. Tokens of the newest version are measured without it. 0: no probe",
+        json_schema_extra=ON_RESUME,
+    )
     deepspeed: dict[str, Any] | FilePath = Field(
         default_factory=dict,
         description="Further DeepSpeed configuration, a mapping or the path of a JSON file. Contradictions to keys "

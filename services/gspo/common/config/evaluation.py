@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,9 +16,13 @@ MOST_PARTS = 32
 
 
 class BestFigure(NamedTuple):
-    """A figure of a held-out file; the file's name is empty where the file has none."""
+    """A figure, as the weighted mean over held-out files; a file's name is empty where it has none.
 
-    file: str
+    Attributes:
+        weights: File -> weight of its figure.
+    """
+
+    weights: dict[str, float]
     figure: str
 
 
@@ -29,7 +33,8 @@ class EvaluationConfig(Section):
 
     prompts: FilePath | dict[RunName, FilePath] | None = Field(
         None,
-        description="Held-out prompts as in data.prompts, or several files by name; null: no evaluation",
+        description="Held-out prompts as in data.prompts, or several files by name; null: no evaluation. With several "
+        "sources each file has the name of its source",
         json_schema_extra=FIXED,
     )
     num_answers: PositiveInt = Field(4, description="Sampled answers to each prompt, at the training temperature")
@@ -48,7 +53,8 @@ class EvaluationConfig(Section):
     keep_best: str | None = Field(
         None,
         description="Keep the version with the highest figure as best/: sampled_mean, greedy_mean, pass_at_K, "
-        "best_at_K or part_FUNCTION_mean, of the first file or as FILE/FIGURE",
+        "best_at_K or part_FUNCTION_mean, of the first file or as FILE/FIGURE. With several sources: the mean "
+        "over all files by data.sources.N.weight",
         json_schema_extra=FIXED,
     )
     timeout_s: PositiveFloat = Field(1800.0, description="An evaluation of one file that takes longer is given up")
@@ -78,11 +84,13 @@ class EvaluationConfig(Section):
         powers = {1 << exponent for exponent in range(self.num_answers.bit_length())}
         return tuple(sorted(powers | {self.num_answers}))
 
-    def best_figure(self, part_labels: Sequence[str]) -> BestFigure | None:
+    def best_figure(self, part_labels: Mapping[str, Sequence[str]], weights: Mapping[str, float]) -> BestFigure | None:
         """The figure that `keep_best` names; None where it is not set.
 
         Args:
-            part_labels: Names of the reward functions and the environment, whose values are parts of the score.
+            part_labels: Of each file, the names of the reward functions and the environment, whose values are parts of
+                the score.
+            weights: File -> weight, of the files that are compared where keep_best names none.
 
         Raises:
             ConfigError: No evaluation has this figure, or it would be of several versions.
@@ -105,16 +113,20 @@ class EvaluationConfig(Section):
             )
         prefix, slash, rest = self.keep_best.partition("/")
         names_file = bool(slash) and prefix in self.files
-        best = BestFigure(prefix, rest) if names_file else BestFigure(next(iter(self.files)), self.keep_best)
+        best = BestFigure({prefix: 1.0}, rest) if names_file else BestFigure(dict(weights), self.keep_best)
+        for file in best.weights:
+            self._check_figure(best.figure, part_labels[file])
+        return best
+
+    def _check_figure(self, figure: str, part_labels: Sequence[str]) -> None:
         known = ["sampled_mean", *(f"pass_at_{k}" for k in self.pass_ks), f"best_at_{self.num_answers}"]
         known += ["greedy_mean"] if self.greedy else []
         known += [f"part_{label}_mean" for label in part_labels] if len(part_labels) > 1 else []
         # A function may return named parts, part_FUNCTION/NAME_mean, and only the function knows their names.
         starts = tuple(f"part_{label}/" for label in part_labels)
-        if best.figure not in known and not (best.figure.startswith(starts) and best.figure.endswith("_mean")):
+        if figure not in known and not (figure.startswith(starts) and figure.endswith("_mean")):
             rule = "is not a figure of an evaluation that grows as the policy gets better"
-            raise ConfigError("evaluation.keep_best", best.figure, rule, nearest(best.figure, known))
-        return best
+            raise ConfigError("evaluation.keep_best", figure, rule, nearest(figure, known))
 
     @staticmethod
     def key_of(name: str) -> str:

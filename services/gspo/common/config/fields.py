@@ -42,6 +42,14 @@ def _from_base(path: Path, info: ValidationInfo) -> Path:
     return info.context["base"] / path if info.context else path
 
 
+def _folder_from_base(path: str, info: ValidationInfo) -> str:
+    """A hub's name may look like a path: a folder that exists beside the configuration's file is meant."""
+    folder = info.context["base"] / path if info.context else None
+    return str(folder) if folder is not None and folder.exists() else path
+
+
+# A model's folder, or its name on a hub.
+ModelPath = Annotated[str, AfterValidator(_folder_from_base)]
 # A path in a configuration file is relative to that file, so that a folder can be moved as a whole.
 FilePath = Annotated[Path, AfterValidator(_from_base)]
 # Mappings with keys of other programs: arguments of an engine or a function, a tool's description.
@@ -49,6 +57,8 @@ FreeMapping = Annotated[dict[str, Any], AfterValidator(_only_finite)]
 # For a key that may change when a run is resumed, and for one that may not, unlike the others of its section.
 ON_RESUME: JsonDict = {"on_resume": True}
 FIXED: JsonDict = {"on_resume": False}
+# Of a key whose default follows from the device: its value on GPUs. A field's own default is that of CPUs.
+ON_GPUS = "on_gpus"
 
 
 class Section(BaseModel):

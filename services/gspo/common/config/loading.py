@@ -5,6 +5,7 @@ Only the form is validated here. Each service checks that its files, models and 
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +98,17 @@ def write_config(config: Config, path: Path) -> None:
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
+def key_value(config: Config, name: str) -> Any:
+    """The value of a key, such as "learner.dtype"."""
+    return attrgetter(name)(config)
+
+
 def changed_keys(old: Config, new: Config) -> list[tuple[Key, Any, Any]]:
     """Keys whose values differ, with both values, in the order of `explain`."""
     return [
         (key, before, after)
         for key in explain()
-        if (before := _value(old, key.name)) != (after := _value(new, key.name))
+        if (before := key_value(old, key.name)) != (after := key_value(new, key.name))
     ]
 
 
@@ -115,7 +121,7 @@ def check_resume(old: Config, new: Config) -> None:
     """Refuse a change of a key that is fixed within a run.
 
     Raises:
-        InputError: Names every such key with both values; learner.ranks where a checkpoint could not be read.
+        InputError: Names every such key with both values.
     """
     refused = [(key.name, before, after) for key, before, after in changed_keys(old, new) if not key.on_resume]
     if refused:
@@ -125,21 +131,6 @@ def check_resume(old: Config, new: Config) -> None:
             f"cannot change on resume ({changes})",
             "Set it back, or start a new run under another name; `gspo config` shows the keys that may change",
         )
-    before, after = old.learner.ranks, new.learner.ranks
-    if new.learner.zero_stage and before != after:
-        raise InputError(
-            "learner.ranks",
-            f"was {before} and is now {after}: under ZeRO {new.learner.zero_stage} (learner.zero_stage) each rank "
-            "wrote its own part of the checkpoints",
-            "Set it back: only a run with zero_stage 0 can change it",
-        )
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _as_input_error(error: ValidationError, source: str) -> InputError:

@@ -10,14 +10,18 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gspo.common.config.fields import PATTERNS
+from gspo.common.config.fields import ON_GPUS, PATTERNS
 from gspo.common.config.schema import Config
 from gspo.common.errors import in_yaml
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the configuration, as `gspo config` prints it."""
+    """One key of the configuration, as `gspo config` prints it.
+
+    Attributes:
+        on_gpus: Its default on a machine with GPUs; None if the default is the same on every machine.
+    """
 
     name: str
     type: str
@@ -25,6 +29,7 @@ class Key:
     bounds: str
     meaning: str
     on_resume: bool
+    on_gpus: Any = None
 
 
 def explain() -> list[Key]:
@@ -48,16 +53,24 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _key(name: str, field: FieldInfo, *, may_change: bool) -> Key:
-    extra = field.json_schema_extra
-    default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    on_gpus = extra.get(ON_GPUS)
     return Key(
         name=name,
         type=_type_name(field.annotation),
-        default="required" if field.is_required() else in_yaml(default),
+        default=_default(field, on_gpus),
         bounds=_bounds(field),
         meaning=field.description or "",
-        on_resume=bool(extra.get("on_resume", may_change)) if isinstance(extra, dict) else may_change,
+        on_resume=bool(extra.get("on_resume", may_change)),
+        on_gpus=on_gpus,
     )
+
+
+def _default(field: FieldInfo, on_gpus: Any) -> str:
+    if field.is_required():
+        return "required"
+    default = in_yaml(field.get_default(call_default_factory=True, validated_data={}))
+    return default if on_gpus is None else f"{default} on CPUs, {in_yaml(on_gpus)} on GPUs"
 
 
 def _type_name(annotation: Any) -> str:

@@ -5,17 +5,28 @@ It holds no machine facts (ports chosen, paths found) and never rewrites a value
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.common.config.engines import MICRO_BATCH_TOKENS, GenerationConfig, LearnerConfig, SamplingConfig
+from gspo.common.config.engines import (
+    MICRO_BATCH_TOKENS,
+    MISMATCH_EVERY,
+    GenerationConfig,
+    LearnerConfig,
+    SamplingConfig,
+)
 from gspo.common.config.evaluation import BestFigure, EvaluationConfig, TrackingConfig
-from gspo.common.config.fields import FIXED, HTTP_HOST, FilePath, HostName, RunName, Section
-from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardConfig
+from gspo.common.config.fields import FIXED, HTTP_HOST, ON_RESUME, FilePath, HostName, ModelPath, RunName, Section
+from gspo.common.config.gateway import GatewayConfig
+from gspo.common.config.reward import EnvironmentConfig, RewardConfig
+from gspo.common.config.sources import DataConfig, Source, check_sources, sources_of
+from gspo.common.config.teacher import TeacherConfig
 from gspo.common.errors import NO_VALUE, ConfigError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -24,31 +35,11 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 class ModelConfig(Section):
     """The policy that is trained."""
 
-    path: str = Field(
+    path: ModelPath = Field(
         description="Folder of a Hugging Face model (config.json, safetensors, tokenizer), or its name on a hub"
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model")
     allow_pickle: bool = Field(False, description="Load .bin weights, which can run code, if there are no safetensors")
-
-    @field_validator("path")
-    @classmethod
-    def _folder_beside_the_file(cls, path: str, info: ValidationInfo) -> str:
-        """A hub's name may look like a path: a folder that exists beside the file is meant."""
-        folder = info.context["base"] / path if info.context else None
-        return str(folder) if folder is not None and folder.exists() else path
-
-
-class DataConfig(Section):
-    """The prompts."""
-
-    prompts: FilePath = Field(
-        description="Training prompts: JSONL, JSON, CSV, Parquet, or a folder that `datasets` opens"
-    )
-    prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages")
-    on_long_prompt: Literal["error", "skip", "truncate"] = Field(
-        "error", description="Action for a prompt longer than algorithm.prompt_length; truncate keeps its end"
-    )
-    shuffle: bool = Field(True, description="Shuffle every pass over the prompts, each differently, from the seed")
 
 
 class StalenessConfig(Section):
@@ -156,6 +147,7 @@ class ServicesConfig(Section):
     )
     coordinator_port: Port = Field(0, description="Run state and control over REST; 0 picks a free port")
     reward_port: Port = Field(0, description="Reward functions over REST; 0 picks a free port")
+    gateway_port: Port = Field(0, description="APIs of OpenAI and Anthropic; 0 picks a free port")
     http_hosts: tuple[HostName, ...] = Field(
         (),
         description="Host names that HTTP requests may use, such as *.example.org; localhost, this machine's name "
@@ -189,19 +181,37 @@ class Config(Section):
 
     name: RunName = Field(description="Name of the run: its directory and its keys in Redis")
     seed: int = Field(0, ge=0, lt=2**31, description="Prompt order, sampling, permutations, initial random state")
+    placement: Literal["split", "shared"] = Field(
+        "split",
+        description="GPUs of generators and learner: each their own (split, where there are enough), or the same ones "
+        "in shifts (shared, with staleness.max_lag 0). shared has never run on a GPU",
+        json_schema_extra=ON_RESUME,
+    )
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = Field(default_factory=RewardConfig)
     environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     staleness: StalenessConfig = Field(default_factory=StalenessConfig)
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     run: RunConfig = Field(default_factory=RunConfig)
     services: ServicesConfig = Field(default_factory=ServicesConfig)
+
+    @model_validator(mode="after")
+    def _gateway_port_has_a_gateway(self) -> Config:
+        if self.services.gateway_port and not self.gateway.replicas:
+            raise self.wrong(
+                "services.gateway_port",
+                "is of no use with gateway.replicas 0",
+                "Set gateway.replicas: 1, or leave it out",
+            )
+        return self
 
     @model_validator(mode="after")
     def _ends(self) -> Config:
@@ -216,22 +226,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _something_rewards(self) -> Config:
-        if not self.reward.functions and not self.environment.used:
-            raise ConfigError(
-                "reward.functions",
-                NO_VALUE,
-                "is empty, and there is no environment that rewards",
-                "List a reward function, or set environment.path",
+    def _sources_can_be_trained(self) -> Config:
+        self.teacher.check_rewards(self.algorithm)
+        check_sources(self)
+        return self
+
+    @model_validator(mode="after")
+    def _turns_are_of_conversations(self) -> Config:
+        has_turns = any(source.environment.used for source in self.sources)
+        if self.algorithm.loss_agg_mode == "seq-mean-turn-mean" and not has_turns:
+            raise self.wrong(
+                "algorithm.loss_agg_mode",
+                "divides a conversation by its turns, and without an environment every answer is one turn",
+                "Set token-mean, which is then the same, or an environment",
             )
-        for index, function in enumerate(self.reward.functions if self.environment.used else ()):
-            if function.label in (ENVIRONMENT_PART, self.environment.label):
-                raise ConfigError(
-                    f"reward.functions.{index}.name",
-                    NO_VALUE,
-                    f"'{function.label}' is the environment's name in scores and logs",
-                    "Give the function another with `name:`",
-                )
         return self
 
     @model_validator(mode="after")
@@ -239,6 +247,17 @@ class Config(Section):
         if self.learner.schedule != "constant" and self.run.total_steps is None:
             raise self.wrong(
                 "learner.schedule", "needs a known number of steps", "Set run.total_steps, or schedule: constant"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _probe_has_an_effect(self) -> Config:
+        if self.staleness.max_lag == 0 and self.learner.mismatch_every != MISMATCH_EVERY:
+            raise self.wrong(
+                "learner.mismatch_every",
+                "has no effect with staleness.max_lag 0: every step has tokens of the newest version, which need no "
+                "probe",
+                "Leave it out, or raise max_lag",
             )
         return self
 
@@ -285,6 +304,31 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _shared_cards_have_shifts(self) -> Config:
+        if self.placement != "shared":
+            return self
+        if self.staleness.max_lag:
+            raise self.wrong(
+                "staleness.max_lag",
+                "lets generators work while the learner trains, and with placement: shared only one of them has the "
+                "cards",
+                "Set staleness.max_lag: 0, or placement: split",
+            )
+        if not self.learner.ranks:
+            raise self.wrong(
+                "learner.ranks",
+                "leaves the start of the ranks to you, and with placement: shared they get the cards of the generators",
+                "Set the number of ranks, or placement: split",
+            )
+        if self.generation.on_update == "keep":
+            raise self.wrong(
+                "generation.on_update",
+                "keeps the KV cache at a weight update, and with placement: shared every shift of the learner drops it",
+                "Set recompute or restart, or placement: split",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _best_is_measured(self) -> Config:
         _ = self.best_figure
         return self
@@ -292,8 +336,22 @@ class Config(Section):
     @property
     def best_figure(self) -> BestFigure | None:
         """The figure that evaluation.keep_best names; None where it is not set."""
-        labels = [function.label for function in self.reward.functions]
-        return self.evaluation.best_figure([*labels, *([ENVIRONMENT_PART] if self.environment.used else [])])
+        of_file = {file: self.source_of(file) for file in self.evaluation.files}
+        # Files of one source are alternatives, of which the first is the headline's.
+        compared = of_file if len(self.sources) > 1 else dict(islice(of_file.items(), 1))
+        return self.evaluation.best_figure(
+            {file: source.part_labels for file, source in of_file.items()},
+            {file: source.weight for file, source in compared.items()},
+        )
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The sources of prompts, each with its reward and environment; one without a name for data.prompts."""
+        return sources_of(self)
+
+    def source_of(self, file: str) -> Source:
+        """The source of a held-out file: the only one, or that of the file's name."""
+        return next((source for source in self.sources if source.name == file), self.sources[0])
 
     def is_measured(self, step: int) -> bool:
         """Whether the version of a step is measured during training; the last version is measured at the end."""
@@ -308,8 +366,22 @@ class Config(Section):
     @property
     def micro_batch_tokens(self) -> int:
         """Tokens in one forward and backward of the learner."""
-        longest = self.algorithm.prompt_length + self.algorithm.response_length
-        return self.learner.micro_batch_tokens or max(MICRO_BATCH_TOKENS, longest)
+        return self.learner.micro_batch_tokens or max(MICRO_BATCH_TOKENS, self.algorithm.longest_rollout)
+
+    def divides_over_ranks(self, ranks: int) -> bool:
+        """Whether so many ranks are whole groups that share lines, with as many rollouts of a mini-batch each."""
+        shared = self.learner.sequence_ranks
+        return not ranks % shared and self.algorithm.divides_over(ranks // shared)
+
+    def with_keys(self, **sections: Mapping[str, Any]) -> Config:
+        """A copy with other values in its sections, such as `learner={"ranks": 2}`; they are not checked."""
+        changed = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=changed)
+
+    def with_teacher_as_model(self) -> Config:
+        """A copy whose model is the teacher."""
+        keys = ("path", "trust_remote_code", "allow_pickle")
+        return self.with_keys(model={key: getattr(self.teacher, key) for key in keys})
 
     @property
     def registry_dir(self) -> Path:

@@ -1,8 +1,9 @@
-"""Atomic writes: a file has its old content or its new one, and the new one is on the disk."""
+"""Atomic writes: a file has its old content or its new one, and the new one is on the disk. And the mode of a file."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from pathlib import Path
 
@@ -17,6 +18,16 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def apply_umask(path: Path) -> None:
+    """Give a file the mode of any new file beside it: safetensors lets the owner alone read its files."""
+    probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}{TEMPORARY}")
+    probe.touch()
+    try:
+        shutil.copymode(probe, path)
+    finally:
+        probe.unlink()
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -5,18 +5,20 @@ It imports no torch and opens no GPU.
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
+import math
 import os
 import shutil
-import subprocess
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from gspo.common.errors import InputError, warn
+from gspo.common.host.nvidia_smi import mig_slices, programs_on, query
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # How many generators run on each of the GPUs that a process sees, in their order, such as "1,0". `gspo run` sets it for
@@ -26,9 +28,10 @@ GENERATORS_PER_GPU = "GSPO_GENERATORS_PER_GPU"
 SHARE_ARGUMENT, DEFAULT_SHARE = "gpu_memory_utilization", 0.92
 # vLLM's engine arguments that multiply the GPUs of one engine.
 PARALLEL_ARGUMENTS = ("tensor_parallel_size", "pipeline_parallel_size")
-_TOOL_S = 15.0
-_QUERY = "index,uuid,memory.total,memory.used"
+_QUERY = "index,uuid,memory.total,memory.used,name,mig.mode.current"
 _NONE = "-1"
+# Of a GPU's memory in use by a desktop or an idle program, beside which a run still fits.
+_LITTLE_SHARE = 0.05
 GIB = 1 << 30
 _SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written
 # A container's limit, the memory in use, and the file cache in it that can be dropped: cgroup v2, then v1.
@@ -50,14 +53,17 @@ class Gpu:
     Attributes:
         name: As CUDA_VISIBLE_DEVICES takes it: an index, a UUID, the name of a MIG slice.
         uuid: Empty where it is not known.
-        total_bytes: Its memory; None where it is not known (a MIG slice).
+        total_bytes: Its memory, about for a MIG slice; None where it is not known.
         used_bytes: Of its memory, by any process.
+        product: The kind of card, such as "NVIDIA H100 80GB HBM3"; of a MIG slice also its profile. Empty where it is
+            not known.
     """
 
     name: str
     uuid: str = ""
     total_bytes: int | None = None
     used_bytes: int = 0
+    product: str = ""
 
 
 def visible_gpus() -> list[Gpu]:
@@ -99,41 +105,63 @@ def choose_gpus(installed: Sequence[Gpu], chosen: str | None) -> list[Gpu]:
 
 
 def _named(entry: str, installed: Sequence[Gpu]) -> Gpu:
-    if entry.startswith("MIG-"):
-        return Gpu(entry)
-    # A UUID may be cut short as long as it is one GPU's alone.
-    fitting = [
-        gpu for gpu in installed if gpu.name == entry or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
-    ]
-    if len(fitting) != 1:
-        known = ", ".join(f"{gpu.name} ({gpu.uuid})" for gpu in installed)
-        raise InputError(VISIBLE, f"{entry!r} names no GPU of this machine", f"nvidia-smi shows: {known}")
-    (gpu,) = fitting
-    # In full: vLLM asks NVML for it, which knows no short form.
-    return gpu if entry == gpu.name else replace(gpu, name=gpu.uuid)
+    is_uuid = entry.startswith(("GPU-", "MIG-"))
+    # A UUID may be cut short if it is still the UUID of one GPU alone.
+    fitting = [gpu for gpu in installed if gpu.name == entry or (is_uuid and gpu.uuid.startswith(entry))]
+    if len(fitting) == 1:
+        # In full: vLLM asks NVML for it, which knows no short form.
+        return fitting[0] if entry == fitting[0].name else replace(fitting[0], name=fitting[0].uuid)
+    if entry.startswith("MIG-") and ("/" in entry or not any(gpu.uuid.startswith("MIG-") for gpu in installed)):
+        return Gpu(entry)  # the form of older drivers, or slices that nvidia-smi does not list
+    known = ", ".join(gpu.name if gpu.name == gpu.uuid else f"{gpu.name} ({gpu.uuid})" for gpu in installed)
+    raise InputError(VISIBLE, f"{entry!r} names no GPU of this machine", f"nvidia-smi shows: {known}")
 
 
 def _installed_gpus() -> list[Gpu]:
-    """Every GPU that NVIDIA's driver shows here, by index."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-    try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [row for row in csv.reader(printed.splitlines(), skipinitialspace=True) if len(row) == 4]
-    return [
-        Gpu(index, uuid, int(total) << 20 if total.isdigit() else None, int(used) << 20 if used.isdigit() else 0)
-        for index, uuid, total, used in rows
-        if index.isdigit()
-    ]
+    """Every GPU that NVIDIA's driver shows here, by index; the slices of a divided one in its place."""
+    rows = [row for row in query("gpu", _QUERY) if row[0].isdigit()]
+    slices = mig_slices() if any(mode == "Enabled" for *_, mode in rows) else {}
+    gpus: list[Gpu] = []
+    for index, uuid, total, used, product, _ in rows:
+        if uuid in slices:
+            gpus += [
+                Gpu(part.uuid, part.uuid, part.total_bytes, product=f"{product} MIG {part.profile}")
+                for part in slices[uuid]
+            ]
+            continue
+        total_bytes = int(total) << 20 if total.isdigit() else None
+        gpus.append(Gpu(index, uuid, total_bytes, int(used) << 20 if used.isdigit() else 0, product))
+    return gpus
+
+
+def describe_use(gpu: Gpu) -> str:
+    """ ", of which other programs hold ..." in GiB, with their names if the driver shows them; empty if unused."""
+    if not gpu.used_bytes:
+        return ""
+    programs = programs_on(gpu.uuid)
+    return f", of which other programs hold {gpu.used_bytes / GIB:.1f}{f' ({programs})' if programs else ''}"
+
+
+def choose_unused(gpus: Sequence[Gpu]) -> str:
+    """ ", or choose ..." with the GPUs of which other programs hold little; empty if there are none."""
+    unused = [gpu.name for gpu in gpus if gpu.used_bytes < _LITTLE_SHARE * (gpu.total_bytes or 0)]
+    return f", or choose {len(unused)} with little in use: {VISIBLE}={','.join(unused)}" if unused else ""
 
 
 def generators_per_gpu(gpus: Sequence[Gpu]) -> list[int]:
     """How many generators run on each of this process's GPUs, as `gspo run` has set it; 0 if it has set nothing."""
     counts = [int(word) for word in os.environ.get(GENERATORS_PER_GPU, "").split(",") if word.strip()]
     return [counts[place] if place < len(counts) else 0 for place in range(len(gpus))]
+
+
+def engine_cards(engine: Mapping[str, Any]) -> dict[str, str]:
+    """The GPUs that an engine with these arguments uses here -> their kinds; vLLM takes the first visible ones.
+
+    Raises:
+        InputError: As visible_gpus.
+    """
+    num_gpus = math.prod(engine[key] for key in PARALLEL_ARGUMENTS if type(engine.get(key)) is int)
+    return {gpu.uuid or gpu.name: gpu.product for gpu in visible_gpus()[:num_gpus]}
 
 
 def vllm_for_gpus() -> str:
@@ -166,8 +194,25 @@ def warn_of_float32(key: str, dtype: str, gpus: Sequence[Gpu]) -> None:
     if gpus and dtype == "float32":
         warn(
             f"{key} is float32: on GPUs bfloat16 is several times as fast, and FlashAttention takes no "
-            "float32. Set it to bfloat16"
+            "float32. Leave it out: the default on GPUs is bfloat16"
         )
+
+
+def warn_of_idle_gpus(key: str, num_used: int, gpus: Sequence[Gpu]) -> None:
+    """Warn on standard error, as a check does, of GPUs that a process has and does not use, as in a container."""
+    if idle := len(gpus) - num_used:
+        warn(f"{idle} of {len(gpus)} GPUs here stay idle: {key} uses {num_used}. Raise it, or give the rest to others")
+
+
+def describe_device() -> str:
+    """The device of the engines, such as "8 x NVIDIA H100 80GB HBM3".
+
+    Raises:
+        InputError: As for `visible_gpus`.
+    """
+    counts = Counter(gpu.product or "GPU" for gpu in visible_gpus())
+    described = ", ".join(f"{count} x {product}" for product, count in counts.items())
+    return described or ("GPUs, none of which is seen here" if vllm_for_gpus() else "CPU")
 
 
 def torch_is_for_cpus() -> bool:

@@ -15,10 +15,14 @@ from contextlib import contextmanager
 # thread takes as long: without looking, a learner alone lost a fifth of its speed. OpenMP's default of 300,000 looks
 # makes two engines that share the cores several times as slow: each waits for a thread that the other one blocks.
 WAITING: Mapping[str, str] = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+# torch's names of its allocators' settings, in the order in which it reads them.
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # mallopt's names of its parameters. Blocks of up to 32 MiB, the most that glibc allows, come from the heap, and up to
 # 256 MiB of freed heap stay.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _LARGEST_BLOCK_BYTES = 256 * 2**20, 32 * 2**20
+# glibc's own threshold at the start of a process.
+_RETURNED_BYTES = 128 * 2**10
 
 
 def wait_shortly() -> None:
@@ -27,16 +31,43 @@ def wait_shortly() -> None:
         os.environ.setdefault(name, value)
 
 
+def lock_no_more_than_needed() -> None:
+    """Lock as many pages of host memory as a large tensor has; settings of the user's own stay.
+
+    torch rounds page-locked tensors up to a power of two, to use them again. DeepSpeed's offload locks a few large
+    ones once, which could take twice their size.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[0]] = "pinned_max_round_threshold_mb:64"
+
+
 def keep_freed_memory() -> bool:
     """Keep freed blocks in this process for the next ones; False where the C library is not glibc.
 
     glibc returns large freed blocks to the system and takes them anew, page by page. Sender and receiver of weights
     free one frame after another: that took half of the transfer of a weight update.
     """
+    return _set_heap(_LARGEST_BLOCK_BYTES, _KEPT_BYTES)
+
+
+@contextmanager
+def return_freed_memory() -> Iterator[None]:
+    """A block in which freed blocks return to the system at once; after it `keep_freed_memory` holds.
+
+    A load frees whole weights between the parts that it keeps. On the heap the holes between these stay in memory.
+    """
+    _set_heap(_RETURNED_BYTES, _RETURNED_BYTES)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+
+
+def _set_heap(largest_block_bytes: int, kept_bytes: int) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK_BYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_BYTES))
+    return bool(mallopt(_MMAP_THRESHOLD, largest_block_bytes) and mallopt(_TRIM_THRESHOLD, kept_bytes))
 
 
 @contextmanager

@@ -133,6 +133,19 @@ def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
     return ModelFiles(config, num_parameters, embedding, _highest_token(folder), linear)
 
 
+def read_tokens(folder: Path) -> dict[str, int]:
+    """Token -> id of a folder's tokenizer, special ones included.
+
+    Raises:
+        InputError: It has no tokenizer.json, or a broken one.
+    """
+    tokenizer = _read_json(folder / "tokenizer.json")
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if not isinstance(vocabulary, dict):  # of a unigram model: its tokens with their scores, by id
+        vocabulary = {token: number for number, (token, *_) in enumerate(vocabulary)}
+    return {**vocabulary, **{added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])}}
+
+
 def is_stacked(layer: str) -> bool:
     """Whether a layer is an expert's or a router: its name in the files is not one in a loaded model."""
     return _STACKED.search(layer) is not None
@@ -204,10 +217,7 @@ def _highest_token(folder: Path) -> int | None:
         if any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt", "tokenizer.py")):
             return None
         raise InputError("model.path", f"{folder} has no tokenizer", "Save the model's tokenizer to the same folder")
-    tokenizer = _read_json(path)
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-    return max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))], default=None)
+    return max(read_tokens(folder).values(), default=None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Service:
     """A running service process: its connections, its activity, its readiness.
 
     Attributes:
+        uid: Of this process in its run; a successor has another.
         stopping: Set when the process has been asked to drain.
         problems: Why it is not ready, by cause; ready where empty.
         facts: Further fields of /readyz.
@@ -49,6 +51,7 @@ class Service:
 
     def __init__(self, options: Options) -> None:
         self.options, self.config = options, options.config
+        self.uid = uuid.uuid4().hex[:12]
         self.keys = Keys(self.config.name)
         self.redis = connect_redis(options.redis_url, self.config)
         self.activity = Activity(options.service)
@@ -131,7 +134,7 @@ async def _run(service: Service, startup: Startup, claim: Claim, http: HttpServe
     options, name = service.options, service.options.name
     events = Events(service.redis, service.keys, name)
     position = await events.newest()  # before the startup: a Finished from before a resume must not end this run
-    instance = Instance(options.service, name, http=http.address, pid=os.getpid())
+    instance = Instance(options.service, name, http=http.address, pid=os.getpid(), uid=service.uid)
     registration = Registration(service.redis, service.keys, instance, service.activity, dict)
     async with asyncio.TaskGroup() as group, AsyncExitStack() as stack:
 

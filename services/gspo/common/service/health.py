@@ -61,7 +61,9 @@ class HealthProbes:
         elif not self._is_authorized(scope):
             why = "the shared token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"
             note_refusal("http", "token", caller=caller_of(scope), target=path, detail=why)
-            await reply(send, 401, {"detail": why})
+            # Clients of OpenAI's and Anthropic's APIs show the message of `error`.
+            error = {"type": "authentication_error", "message": why}
+            await reply(send, 401, {"detail": why, "error": error})
         elif self._service.http_api is not None:
             await self._service.http_api(scope, receive, send)
         elif STARTING in problems:
@@ -70,8 +72,9 @@ class HealthProbes:
             await reply(send, 404, {"detail": f"{path} is not here; try /healthz, /readyz, /metrics"})
 
     def _is_authorized(self, scope: Scope) -> bool:
-        credentials = header(scope, b"authorization").encode("latin-1")
-        return not self._expected or hmac.compare_digest(credentials, self._expected)
+        # Clients of Anthropic's API send the token alone, in a header of its own.
+        credentials = header(scope, b"authorization") or f"Bearer {header(scope, b'x-api-key')}"
+        return not self._expected or hmac.compare_digest(credentials.encode("latin-1"), self._expected)
 
 
 def serve_rejection(error: InputError, host: str, port: int) -> NoReturn:

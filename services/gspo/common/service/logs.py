@@ -22,7 +22,8 @@ def set_up_logs(level: str, **bound: str) -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyStream(sys.stderr))),
+        # One write a line: ranks share a file, and print writes the line's end apart where Python is unbuffered.
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _LossyStream(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(**bound)

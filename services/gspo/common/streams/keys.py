@@ -32,6 +32,8 @@ class Keys:
         open: Hash `group` -> OpenGroup as JSON: issued and not settled.
         redis_epoch: A random value: absent or changed means that Redis was wiped.
         instances: Set of `service:uid` of every process that has registered.
+        shift: Hash of the shift on shared cards: whether the generators or the learner have them (card_shift.py).
+        card_engines: Hash of a generator's uid -> the record of its engine on shared cards (card_engines.py).
         paused: Present while the issue of new groups is paused: PAUSED_BY_USER, or why.
     """
 
@@ -43,6 +45,7 @@ class Keys:
         self.eval_scored = self.key("eval_scored")
         self.dead, self.events = self.key("dead"), self.key("events")
         self.partial, self.open = self.key("partial"), self.key("open")
+        self.shift, self.card_engines = self.key("shift"), self.key("card_engines")
         self.redis_epoch, self.instances, self.paused = (
             self.key("redis_epoch"),
             self.key("instances"),
@@ -60,6 +63,8 @@ class Keys:
 
 # Consumer group of each stream: the service that reads it.
 GENERATION, REWARD, LEARNER, COORDINATOR = "generation", "reward", "learner", "coordinator"
+# It reads no stream.
+GATEWAY = "gateway"
 # In the order of the data flow, which is also the order on the terminal.
 SERVICES = (COORDINATOR, GENERATION, REWARD, LEARNER)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from gspo.common.config.schema import Config
+from gspo.common.telemetry.clip_causes import clip_causes, clip_causes_line
 from gspo.common.telemetry.step_time import Share, seconds_by_function, shares
 
 # A step may be odd; older ones may be of another configuration.
@@ -22,8 +24,14 @@ WORTH_IT = 0.05
 CLIPPED_TOO_MUCH = 0.4
 CLIPPED_STEPS = 10
 NEVER_CLIPPED_STEPS = 20
-# Above this more than a third of the sequences would leave the clip at an unchanged policy.
-NOISE_TOO_MUCH = 0.33
+# Share of sequences that would leave the clip at an unchanged policy: worth a sentence, and most of the clipped share.
+NOISE_NOTICED, NOISE_TOO_MUCH = 0.05, 0.33
+# The mean weight of a product is 1 over the answers of the sampling policy. Elsewhere, a run learned nothing at 0.06.
+WEIGHED_DOWN = 0.5
+# Over TURN_STEPS steps, turns of conversations that are so much shorter and so many more. Elsewhere, dividing by an
+# answer's own tokens made turns 80 % shorter and 56 % more, without gain.
+TURN_STEPS = 20
+TURNS_SHORTER, TURNS_MORE = 0.8, 1.1
 # A replay must make the same bits, so no resume takes them.
 _FIXED = "Keys of algorithm are fixed for a run: change them in a new one, with model.path at this run's export/"
 
@@ -91,7 +99,7 @@ class Times:
     @property
     def busy_s(self) -> float:
         """Time in which the learner waits for no other service."""
-        return self.seconds_of("training", "log", "checkpoint", "push")
+        return self.seconds_of("training", "log", "checkpoint", "push", "shift")
 
     def saves(self, seconds: float) -> str:
         """'about 1.5 s of 4.0 s a step'."""
@@ -109,7 +117,8 @@ def _stage(times: Times) -> str:
         "reward": times.seconds_of("reward"),
         "evaluation": times.seconds_of("evaluation"),
     }
-    others = {stage: times.seconds_of(stage) for stage in ("training", "push", "checkpoint", "log", "issue", "intake")}
+    stages = ("training", "shift", "push", "checkpoint", "log", "issue", "intake")
+    others = {stage: times.seconds_of(stage) for stage in stages}
     if times.overlaps and max(waited.values()) > WAITS * times.step_s:
         return max(waited, key=lambda stage: waited[stage])
     if times.overlaps:
@@ -147,6 +156,9 @@ def _explain(stage: str, times: Times) -> tuple[str, list[str]]:
                 f"training takes {share} of a step, and the learner waits {waited_s:.2g} s for rollouts and rewards"
             )
             return because, [*lag, f"a faster learner: {means}; another generator would change nothing"]
+        case "shift":
+            larger = f"larger steps (algorithm.rollout_batch_size above {config.algorithm.rollout_batch_size})"
+            return f"handing shared cards over takes {share} of a step", [larger, "placement: split", *lag]
         case "push":
             change = "a faster network to the generators, or generators nearer to the learner"
             return f"making and pushing the version takes {share} of a step", [*lag, change]
@@ -174,7 +186,9 @@ def _lag(times: Times) -> list[str]:
     saved_s = min(waited_s, times.busy_s)
     if times.overlaps or saved_s < WORTH_IT * times.step_s:
         return []
-    return [f"staleness.max_lag: 1 instead of 0, so that generation and training overlap: {times.saves(saved_s)} less"]
+    split = "placement: split and " if times.config.placement == "shared" else ""
+    overlap = f"{split}staleness.max_lag: 1 instead of 0, so that generation and training overlap"
+    return [f"{overlap}: {times.saves(saved_s)} less"]
 
 
 def _faster_generation(times: Times) -> list[str]:
@@ -193,10 +207,14 @@ def _faster_generation(times: Times) -> list[str]:
 
 def advice(figures: Sequence[Mapping[str, float]], config: Config) -> dict[str, str]:
     """Sentences by name for the newest step, given the figures of the steps up to it, oldest first."""
+    is_used = not config.teacher.trains_by_loss_alone  # then no clip changes a loss
+    takes_signal = is_used and config.algorithm.objective != "cispo"  # its clip bounds weights
     sentences = {
-        "clipped_too_much": _clipped(figures, config),
-        "clip_is_silent": _never(figures, config),
-        "clip_is_noise": _noise(figures, config),
+        "clipped_too_much": _clipped(figures, config) if takes_signal else None,
+        "clip_is_silent": _never(figures, config) if takes_signal else None,
+        "clip_is_noise": _noise(figures, config) if is_used else None,
+        "answers_weighed_down": _weighed_down(figures, config),
+        "turns_shrink": _shrinking_turns(figures, config),
         "batch_is_small": _small(figures, config),
     }
     return {name: text for name, text in sentences.items() if text}
@@ -207,14 +225,19 @@ def _clipped(figures: Sequence[Mapping[str, float]], config: Config) -> str | No
     shares = _last(figures, f"clipped_{unit}", CLIPPED_STEPS)
     if not shares or min(shares) <= CLIPPED_TOO_MUCH:
         return None
-    remedies = ["a wider clip (algorithm.pg_clip_low, pg_clip_high)"]
-    if config.algorithm.old_logprobs == "inference":
-        remedies.append("algorithm.old_logprobs: recompute")
+    causes, line = clip_causes(figures), clip_causes_line(figures, config)
+    remedies = {"movement": "a wider clip (algorithm.pg_clip_low, pg_clip_high)"}
+    if config.algorithm.old_logprobs == "inference" and not config.algorithm.bounds_divergence:
+        remedies["noise"] = "algorithm.old_logprobs: recompute"
     if config.staleness.max_lag > 0:
-        remedies.append(f"staleness.max_lag below {config.staleness.max_lag}")
+        remedies["lag"] = f"staleness.max_lag below {config.staleness.max_lag}"
+    # The remedy of the largest cause first.
+    first = causes.largest if causes else ""
+    ordered = sorted(remedies, key=lambda cause: cause != first)
     return (
         f"clip: {shares[-1]:.0%} of {unit} are clipped, over {CLIPPED_TOO_MUCH:.0%} for {CLIPPED_STEPS} steps; "
-        f"most of the signal is lost. Try {' or '.join(remedies)}. {_FIXED}"
+        f"most of the signal is lost. {line + '. ' if line else ''}"
+        f"Try {' or '.join(remedies[cause] for cause in ordered)}. {_FIXED}"
     )
 
 
@@ -232,14 +255,44 @@ def _never(figures: Sequence[Mapping[str, float]], config: Config) -> str | None
 
 def _noise(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
     shares = _last(figures, "noise_share", 1)
-    if not shares or shares[0] <= NOISE_TOO_MUCH or config.algorithm.old_logprobs == "recompute":
+    if not shares or shares[0] <= NOISE_NOTICED or config.algorithm.old_logprobs == "recompute":
         return None
-    remedies = ["algorithm.old_logprobs: recompute", "a wider clip"]
+    clips = _last(figures, "noise_clip", 1)
+    wider = f"a wider clip: at {clips[0]:.2g} on both sides, noise puts 1 % outside" if clips else "a wider clip"
+    remedies = ["algorithm.old_logprobs: recompute", wider]
     if config.generation.dtype != "float32":
         remedies.insert(0, "generation.dtype: float32, which a resume takes")
     return (
-        f"clip: the engines' numerical mismatch alone puts {shares[0]:.0%} of {_unit(config)} outside the clip, so "
-        f"clipping is noise. Try {', or '.join(remedies)}. {_FIXED}"
+        f"clip: the engines' numerical mismatch alone puts {shares[0]:.0%} of {_unit(config)} outside the clip"
+        f"{', so clipping is noise' if shares[0] > NOISE_TOO_MUCH else ''}. Try {', or '.join(remedies)}. {_FIXED}"
+    )
+
+
+def _weighed_down(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
+    weights = _last(figures, "behavior_weight_mean", STEPS_LOOKED_AT)
+    if config.algorithm.behavior_level != "product" or not weights or max(weights) >= WEIGHED_DOWN:
+        return None
+    return (
+        f"correction: the weight of an answer is {weights[-1]:.2g} in the mean before its bounds, below "
+        f"{WEIGHED_DOWN:g} for {STEPS_LOOKED_AT} steps. The product over an answer's tokens falls with its length. Try "
+        f"algorithm.behavior_level: sequence, or a smaller staleness.max_lag. {_FIXED}"
+    )
+
+
+def _shrinking_turns(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
+    """Whether turns got shorter and more at once, by means of the first and the last quarter of TURN_STEPS steps."""
+    tokens, turns = (_last(figures, name, TURN_STEPS) for name in ("turn_tokens_mean", "turns_mean"))
+    quarter = TURN_STEPS // 4
+    if not tokens or not turns:
+        return None
+    shorter, more = (fmean(values[-quarter:]) / max(fmean(values[:quarter]), 1e-9) for values in (tokens, turns))
+    if shorter > TURNS_SHORTER or more < TURNS_MORE:
+        return None
+    other = "" if config.algorithm.loss_agg_mode == "seq-mean-turn-mean" else ", or loss_agg_mode: seq-mean-turn-mean"
+    return (
+        f"turns: within {TURN_STEPS} steps a turn's tokens fell to {shorter:.0%} and turns rose to {more:.0%}. If the "
+        f"reward does not rise with them, the objective pays for short turns. Try a reward that counts turns{other}. "
+        f"{_FIXED}"
     )
 
 

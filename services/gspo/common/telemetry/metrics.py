@@ -40,11 +40,12 @@ class ServiceMetrics:
         return Histogram(name, meaning, labels, buckets=buckets, registry=self.registry)
 
 
-_shared, _coordinator, _generation, _reward, _learner = (ServiceMetrics() for _ in range(5))
+_shared, _coordinator, _generation, _gateway, _reward, _learner = (ServiceMetrics() for _ in range(6))
 SHARED = _shared.registry
 BY_SERVICE = {
     "coordinator": _coordinator.registry,
     "generation": _generation.registry,
+    "gateway": _gateway.registry,
     "reward": _reward.registry,
     "learner": _learner.registry,
 }
@@ -109,6 +110,16 @@ TOOL_CALLS = _generation.counter(
     "gspo_tool_calls", "Tool calls by tool, and turns with malformed ones", ["tool", "result"]
 )
 
+# Gateway
+GATEWAY_ANSWERS = _gateway.counter("gspo_gateway_answers", "Answers to outside clients, by how they ended", ["end"])
+GATEWAY_TOKENS = _gateway.counter("gspo_gateway_tokens", "Tokens sampled for outside clients")
+GATEWAY_FIRST_TOKEN_SECONDS = _gateway.histogram(
+    "gspo_gateway_first_token_seconds", "Time from a rendered request to its first tokens"
+)
+GATEWAY_GENERATORS_LOST = _gateway.counter(
+    "gspo_gateway_generators_lost", "Answers continued by another generator, as theirs ended"
+)
+
 # Reward
 REWARD_CALLS = _reward.counter("gspo_reward_calls", "Calls of a reward function, by result", ["function", "result"])
 REWARD_SECONDS = _reward.histogram("gspo_reward_seconds", "Time of one call of a reward function", ["function"])
@@ -130,6 +141,9 @@ STEP_TIME_SECONDS = _learner.counter("gspo_step_time_seconds", "Time of steps by
 for _cause in CAUSES:  # from zero, so that a rate sees the first step too
     STEP_TIME_SECONDS.labels(_cause)
 STEP_FIGURE = _learner.gauge("gspo_step_figure", "Figures of the last step, as in its record", ["figure"])
+SOURCE_FIGURE = _learner.gauge(
+    "gspo_source_figure", "Figures of the last step by source of prompts, as in its record", ["source", "figure"]
+)
 TOKENS_TRAINED = _learner.counter("gspo_tokens_trained", "Policy tokens trained")
 ROLLOUTS_TRAINED = _learner.counter("gspo_rollouts_trained", "Rollouts trained")
 ROLLOUT_WAIT_SECONDS = _learner.histogram("gspo_rollout_wait_seconds", "Time from the score of a rollout to its step")
@@ -142,7 +156,7 @@ PUSH_SECONDS = _learner.histogram("gspo_push_seconds", "Time of one weight push 
 PUSH_BYTES = _learner.counter("gspo_push_bytes", "Bytes of weights sent", ["kind"])
 PUSH_FAILURES = _learner.counter("gspo_push_failures", "Weight pushes that failed, by gRPC status", ["status"])
 GENERATORS = _learner.gauge("gspo_generators", "Registered generators by state: current, behind, out", ["state"])
-CHECKPOINT_SECONDS = _learner.histogram("gspo_checkpoint_seconds", "Time to write a checkpoint")
+CHECKPOINT_SECONDS = _learner.histogram("gspo_checkpoint_seconds", "Time until a checkpoint is whole")
 DISK_FREE = _learner.gauge("gspo_disk_free_bytes", "Free space on the run directory's disk")
 DISK_SIZE = _learner.gauge("gspo_disk_size_bytes", "Size of the run directory's disk")
 TRACKER_UP = _learner.gauge("gspo_tracker_up", "1 while the tracker's process runs", ["tracker"])

@@ -21,11 +21,17 @@ CAUSES: dict[str, Cause] = {
     "generation": Cause(("wait_generation_s",), "waiting for rollouts to be generated"),
     "reward": Cause(("wait_reward_s",), "waiting for rewards"),
     "intake": Cause(("wait_intake_s",), "waiting for scored rollouts to come in"),
-    "training": Cause(("train_s",), "training"),
+    "training": Cause(("train_s", "probe_s"), "training"),
+    "shift": Cause(("shift_s",), "handing shared cards over"),
     "push": Cause(("wait_push_s", "publish_s"), "making and pushing the version"),
     "evaluation": Cause(("wait_evaluation_s", "hold_s"), "waiting for an evaluation"),
     "checkpoint": Cause(("checkpoint_s",), "writing a checkpoint"),
     "log": Cause(("log_s", "record_s"), "writing the log"),
+}
+# Figures of work beside the learner's own; they are no part of a step's time.
+BESIDE = {
+    "version_beside_s": "making the version of the step before, beside training",
+    "checkpoint_beside_s": "writing a checkpoint, beside training",
 }
 # Before the name of a function: the part of wait_reward_s in which it was the slowest.
 REWARD_PREFIX = "wait_reward_by_"
@@ -59,6 +65,12 @@ def shares(*steps: Mapping[str, float]) -> list[Share]:
     all_s = sum(totals.values())
     step_shares = [Share(cause, seconds, seconds / all_s) for cause, seconds in totals.items() if seconds > 0]
     return sorted(step_shares, key=lambda share: -share.seconds)
+
+
+def seconds_beside(*steps: Mapping[str, float]) -> dict[str, float]:
+    """Mean seconds a step of the work beside the learner's own, in words; without work that took no time."""
+    means = {words: sum(step.get(name, 0.0) for step in steps) / len(steps) for name, words in BESIDE.items() if steps}
+    return {words: seconds for words, seconds in means.items() if seconds > 0}
 
 
 def seconds_by_function(*steps: Mapping[str, float]) -> dict[str, float]:

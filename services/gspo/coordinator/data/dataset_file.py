@@ -20,12 +20,13 @@ _TEXT_FORMS = (".jsonl", ".json", ".csv")
 _SPLIT = "train"
 
 
-def open_dataset(key: str, path: Path, column: str) -> Dataset:
+def open_dataset(key: str, path: Path, column: str, *, column_key: str = "data.prompt_column") -> Dataset:
     """The rows of a file, or of a folder that `datasets` wrote or can open.
 
     Args:
         key: The configuration key that names the file, for messages.
         column: A column that must be there.
+        column_key: The key that names it, for messages.
 
     Raises:
         InputError: The file is missing, empty, unreadable or of an unknown format, or has no such column.
@@ -38,8 +39,8 @@ def open_dataset(key: str, path: Path, column: str) -> Dataset:
     if not len(rows):
         raise _no_rows(key, path)
     if column not in rows.column_names:
-        fix = f"Set data.prompt_column. {nearest(column, rows.column_names)}"
-        raise InputError("data.prompt_column", f"{path} has no column '{column}'", fix)
+        fix = f"Set {column_key}. {nearest(column, rows.column_names)}"
+        raise InputError(column_key, f"{path} has no column '{column}'", fix)
     return rows
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo.common.config.schema import Config
+from gspo.common.config.sources import Source
 from gspo.common.errors import InputError, in_yaml
 from gspo.coordinator.data.dataset_file import open_dataset
 from gspo_proto.rollout_pb2 import Prompt
@@ -33,10 +34,13 @@ class PromptSet:
     Args:
         key: The configuration key that names the file, for messages.
         path: The file or folder.
-        config: Names the column of the prompts, their longest length, what happens to a longer one, and the tools that
-            the chat template describes in every prompt.
+        config: Has the longest length of a prompt, and what happens to a longer one.
+        source: Names the column of the prompts, and the tools that the chat template describes in every prompt.
         limit: Use only the first so many rows; None is all.
         progress: Called during the check with rows done and rows in all.
+
+    Attributes:
+        num_rows: Usable and skipped.
 
     Raises:
         InputError: The file cannot be used; names the key, and the line where one is at fault.
@@ -48,14 +52,15 @@ class PromptSet:
         path: Path,
         tokenizer: PreTrainedTokenizerBase,
         config: Config,
+        source: Source,
         *,
         limit: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._key, self._path, self._column = key, path, config.data.prompt_column
-        self._tokenizer, self._tools = tokenizer, list(config.environment.descriptions) or None
+        self.key, self._path, self._source = key, path, source
+        self._tokenizer, self._tools = tokenizer, list(source.environment.descriptions) or None
         self._prompt_length, self._on_long_prompt = config.algorithm.prompt_length, config.data.on_long_prompt
-        rows = open_dataset(key, path, self._column)
+        rows = open_dataset(key, path, source.prompt_column, column_key=source.column_key)
         self._rows: Dataset = rows if limit is None else rows.select(range(min(limit, len(rows))))
         self.num_rows = len(self._rows)
         self._is_text: bool | None = None
@@ -77,7 +82,7 @@ class PromptSet:
         """The prompts at these places among the usable ones, each 0 .. len - 1."""
         rows = [self._usable[place] for place in places]
         columns = self._rows[rows]
-        values = columns.pop(self._column)
+        values = columns.pop(self._source.prompt_column)
         texts = self._render(values, rows)
         tokens = self._tokenise(texts, values)
         names = list(columns)
@@ -90,7 +95,7 @@ class PromptSet:
         """The text of every usable prompt, in the file's order; batch by batch."""
         for start in range(0, len(self), _BATCH):
             rows = list(self._usable[start : start + _BATCH])
-            yield from self._render(self._rows[rows][self._column], rows)
+            yield from self._render(self._rows[rows][self._source.prompt_column], rows)
 
     def _prompt(self, value: Any, text: str, tokens: list[int], columns: dict[str, Any]) -> Prompt:
         if len(tokens) > self._prompt_length:
@@ -103,18 +108,18 @@ class PromptSet:
     def _check(self, progress: Progress | None) -> array[int]:
         """Row numbers of the usable prompts; every row is checked once."""
         usable, long = array("q"), array("q")
-        prompts = self._rows.select_columns([self._column])
+        prompts = self._rows.select_columns([self._source.prompt_column])
         for start in range(0, self.num_rows, _BATCH):
             if progress:
                 progress(start, self.num_rows)
-            values = prompts[start : start + _BATCH][self._column]
+            values = prompts[start : start + _BATCH][self._source.prompt_column]
             too_long = self._too_long(values, range(start, start + len(values)))
             long.extend(too_long)
             usable.extend(row for row in range(start, start + len(values)) if row not in too_long)
         if long and self._on_long_prompt == "error":
             raise self._long_prompts(long)
         if not usable:
-            raise InputError(self._key, f"every prompt in {self._path} is too long", "Raise algorithm.prompt_length")
+            raise InputError(self.key, f"every prompt in {self._path} is too long", "Raise algorithm.prompt_length")
         return usable
 
     def _too_long(self, values: list[Any], rows: Sequence[int]) -> set[int]:
@@ -126,15 +131,13 @@ class PromptSet:
         return {rows[i] for i, ids in zip(unsure, tokens, strict=True) if len(ids) > self._prompt_length}
 
     def _long_prompts(self, long: array[int]) -> InputError:
-        values = self._rows[[long[0]]][self._column]
+        values = self._rows[[long[0]]][self._source.prompt_column]
         tokens = self._tokenise(self._render(values, [long[0]]), values)[0]
         rule = (
             f"{len(long)} of {self.num_rows} prompts are longer than algorithm.prompt_length: {self._prompt_length} "
             f"tokens, the first in {self._line(long[0])} with {len(tokens)} tokens"
         )
-        return InputError(
-            self._key, rule, "Raise algorithm.prompt_length, or set data.on_long_prompt: skip or truncate"
-        )
+        return InputError(self.key, rule, "Raise algorithm.prompt_length, or set data.on_long_prompt: skip or truncate")
 
     def _render(self, values: list[Any], rows: Sequence[int]) -> list[str]:
         """The text of each value, given as text or as messages."""
@@ -144,7 +147,7 @@ class PromptSet:
             return self._apply_template([_messages(value) for value in values], rows)
         if self._tools:
             raise InputError(
-                "environment.tools",
+                f"{self._source.environment_key}.tools",
                 f"{self._path} holds prompts as text, and only a chat template describes tools to the policy",
                 "Give prompts as chat messages, or leave the tools out",
             )
@@ -164,14 +167,14 @@ class PromptSet:
             problem = f"the prompt is {here}, and the file's first one is {first}: {in_yaml(value):.80}"
         if problem:
             fix = "A prompt is text, or a list of messages, each with a role and a content of text"
-            raise InputError(self._key, f"{self._path}, {self._line(row)}: {problem}", fix)
+            raise InputError(self.key, f"{self._path}, {self._line(row)}: {problem}", fix)
 
     def _apply_template(self, conversations: list[list[dict[str, Any]]], rows: Sequence[int]) -> list[str]:
         from jinja2 import TemplateError
 
         if not self._tokenizer.chat_template:
             raise InputError(
-                self._key,
+                self.key,
                 f"{self._path} holds chat messages, and the tokenizer in model.path has no chat template",
                 "Give prompts as text, or add chat_template to the model's tokenizer_config.json",
             )
@@ -188,7 +191,7 @@ class PromptSet:
                     for messages, row in zip(conversations, rows, strict=True)
                 ]
             raise InputError(
-                self._key,
+                self.key,
                 f"{self._path}, {self._line(rows[0])}: the model's chat template refuses the messages ({error})",
                 "Change the messages to a form that the template takes, or correct the template",
             ) from error
@@ -205,9 +208,14 @@ class PromptSet:
         return f"line {row + 1}" if self._path.suffix.lower() == ".jsonl" else f"row {row + 1}"
 
 
-def training_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None) -> PromptSet:
-    """The prompts of data.prompts."""
-    return PromptSet("data.prompts", config.data.prompts, tokenizer, config, progress=progress)
+def training_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
+) -> list[PromptSet]:
+    """The training prompts of each source."""
+    return [
+        PromptSet(source.prompts_key, source.prompts, tokenizer, config, source, progress=progress)
+        for source in config.sources
+    ]
 
 
 def held_out_prompts(
@@ -216,7 +224,15 @@ def held_out_prompts(
     """The prompts of each file of evaluation.prompts, by its name; empty where the run has none."""
     evaluation = config.evaluation
     return {
-        name: PromptSet(evaluation.key_of(name), path, tokenizer, config, limit=evaluation.limit, progress=progress)
+        name: PromptSet(
+            evaluation.key_of(name),
+            path,
+            tokenizer,
+            config,
+            config.source_of(name),
+            limit=evaluation.limit,
+            progress=progress,
+        )
         for name, path in evaluation.files.items()
     }
 

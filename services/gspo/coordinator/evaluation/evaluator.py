@@ -15,6 +15,7 @@ import structlog
 from redis.asyncio import Redis
 
 from gspo.common.config.schema import Config
+from gspo.common.config.sources import Source
 from gspo.common.streams.consumer import Consumer, Deliveries, Subscription
 from gspo.common.streams.inbox import Inbox, append, new_consumer_name
 from gspo.common.streams.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_key
@@ -38,7 +39,7 @@ class FinishedEvaluation:
     Attributes:
         file: Name of the held-out file; empty where there is one without.
         problem: Why answers are missing or failed; empty where none is.
-        score: What evaluation.keep_best compares; None where this file is not the one it names, or nothing is scored.
+        score: What evaluation.keep_best compares; None where it does not compare this file, or nothing is scored.
     """
 
     label: str
@@ -78,7 +79,7 @@ class Evaluator:
         self._tally = tally
         await self._remove_leftovers(tally)
         try:
-            problem = await self._collect(tally, prompts)
+            problem = await self._collect(tally, prompts, self._config.source_of(file))
         finally:
             self._tally, self._in_flight = None, {}
             await self._remove_leftovers(tally)
@@ -96,7 +97,7 @@ class Evaluator:
         None where newer weights took part: a learner that was started again did not hold them back.
         """
         best = self._config.best_figure
-        if best is None or best.file != file:
+        if best is None or file not in best.weights:
             return None
         figures = tally.figures(first=self._config.evaluation.limit_between)
         return None if NEWEST_VERSION in figures else figures.get(best.figure)
@@ -105,7 +106,7 @@ class Evaluator:
         """Send every task in flight again: Redis lost them."""
         await append(self._redis, self._keys.eval_prompts, [t.SerializeToString() for t in self._in_flight.values()])
 
-    async def _collect(self, tally: EvaluationResults, prompts: PromptSet) -> str:
+    async def _collect(self, tally: EvaluationResults, prompts: PromptSet, source: Source) -> str:
         """Send tasks and take answers until all are in or time is up; returns the problem, if there is one."""
         complete, limit_s = asyncio.Event(), self._config.evaluation.timeout_s
         rows = iter(range(0, tally.num_prompts, _PROMPTS_AT_ONCE))
@@ -115,7 +116,7 @@ class Evaluator:
                 tally.add(delivery.message)
             missing = set(tally.incomplete_groups(self._in_flight))
             self._in_flight = {group: task for group, task in self._in_flight.items() if group in missing}
-            await self._send_tasks(tally, prompts, rows)
+            await self._send_tasks(tally, prompts, source, rows)
             # Last: a handler whose entries are gone is taken for one that has lost its lease, and ended.
             await self._inbox.acknowledge(answers)
             if tally.complete:
@@ -131,7 +132,9 @@ class Evaluator:
             return f"given up after {limit_s:g} s (evaluation.timeout_s) with answers missing"
         return tally.failure
 
-    async def _send_tasks(self, tally: EvaluationResults, prompts: PromptSet, first_rows: Iterator[int]) -> None:
+    async def _send_tasks(
+        self, tally: EvaluationResults, prompts: PromptSet, source: Source, first_rows: Iterator[int]
+    ) -> None:
         """Send tasks until the window is full or none is left; `first_rows` are those of the parts not sent."""
 
         def num_in_flight() -> int:
@@ -142,7 +145,9 @@ class Evaluator:
             tasks = [
                 task
                 for row, prompt in zip(rows, await asyncio.to_thread(prompts.prompts, rows), strict=True)
-                for task in evaluation_tasks(self._config, row, prompt, label=tally.label, version=tally.version)
+                for task in evaluation_tasks(
+                    self._config, source, row, prompt, label=tally.label, version=tally.version
+                )
             ]
             now = time.time()
             for task in tasks:

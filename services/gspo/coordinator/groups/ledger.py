@@ -47,13 +47,13 @@ class GroupLedger:
     """The groups of a run, from their issue to the removal of all that Redis has of them.
 
     Args:
-        prompts: The usable training prompts.
+        prompts: The usable training prompts of each source.
 
     Attributes:
         slots: The open and the settled groups.
     """
 
-    def __init__(self, service: Service, prompts: PromptSet) -> None:
+    def __init__(self, service: Service, prompts: Sequence[PromptSet]) -> None:
         config, algorithm = service.config, service.config.algorithm
         self._redis, self._keys, self._config = service.redis, service.keys, config
         self._tasks = TrainingTasks(config, prompts)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from gspo.common.config.reward import ENVIRONMENT_PART
+from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig
 from gspo.common.config.schema import Config
+from gspo.common.config.sources import Source
+from gspo.common.source_order import SourceOrder
 from gspo.common.streams.entries import SCHEMA
 from gspo.coordinator.data.prompts import PromptSet
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, RewardUse, Sampling
 
 
 class PromptOrder:
-    """The prompt of each group, without end unless epochs are bounded.
+    """The prompt of each group of one source, without end unless epochs are bounded.
 
-    Group g is the prompt at place g % N of pass g // N; every pass is shuffled from (seed, pass).
+    Its group g is the prompt at place g % N of pass g // N; every pass is shuffled from (seed, pass).
 
     Args:
         num_prompts: N.
@@ -35,7 +38,7 @@ class PromptOrder:
         self._pass = lru_cache(maxsize=2)(self._shuffled)
 
     def place(self, group: int) -> int:
-        """Place of the group's prompt among the usable prompts, 0 .. N - 1."""
+        """Place of the prompt of the source's group among the usable prompts, 0 .. N - 1."""
         number, place = divmod(group, self._num_prompts)
         return int(self._pass(number)[place]) if self._shuffle else place
 
@@ -47,46 +50,60 @@ class TrainingTasks:
     """Makes the tasks of training groups, and reads their prompts ahead.
 
     Args:
-        prompts: The usable training prompts.
+        prompts: The usable training prompts of each source.
 
     Attributes:
         num_groups: Groups that exist in all; None is endless.
     """
 
-    def __init__(self, config: Config, prompts: PromptSet) -> None:
-        self._config, self._prompts = config, prompts
-        self._order = PromptOrder(
-            len(prompts), seed=config.seed, shuffle=config.data.shuffle, total_epochs=config.run.total_epochs
-        )
-        self.num_groups = self._order.num_groups
+    def __init__(self, config: Config, prompts: Sequence[PromptSet]) -> None:
+        self._config, self._sources, self._prompts = config, config.sources, prompts
+        self._source_order = SourceOrder([source.weight for source in self._sources])
+        self._order_of_source = [
+            PromptOrder(len(own), seed=config.seed, shuffle=config.data.shuffle, total_epochs=config.run.total_epochs)
+            for own in prompts
+        ]
+        # Epochs bound a run of one source alone.
+        self.num_groups = self._order_of_source[0].num_groups
         self._prepared: dict[int, Prompt] = {}
 
     async def prepare(self, groups: Iterable[int]) -> None:
         """Read and tokenise the prompts of groups, in a thread: a slow disk must not delay the events."""
         if missing := [group for group in groups if group not in self._prepared]:
-            places = [self._order.place(group) for group in missing]
-            prompts = await asyncio.to_thread(self._prompts.prompts, places)
-            self._prepared.update(zip(missing, prompts, strict=True))
+            self._prepared |= await asyncio.to_thread(self._read, missing)
 
     def take(self, group: int) -> GroupTask:
         """The task of a prepared group, without its attempt, times and version, which ledger.py fills in."""
-        return training_task(self._config, group, self._prepared.pop(group))
+        source = self._sources[self._source_order.place(group).source]
+        return training_task(self._config, source, group, self._prepared.pop(group))
+
+    def _read(self, groups: Iterable[int]) -> dict[int, Prompt]:
+        places: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        for group in groups:
+            source, number = self._source_order.place(group)
+            places[source][group] = self._order_of_source[source].place(number)
+        prompts: dict[int, Prompt] = {}
+        for source, own in places.items():
+            prompts |= zip(own, self._prompts[source].prompts(list(own.values())), strict=True)
+        return prompts
 
 
-def training_task(config: Config, group: int, prompt: Prompt) -> GroupTask:
+def training_task(config: Config, source: Source, group: int, prompt: Prompt) -> GroupTask:
     """A task without its attempt, times and version."""
     return GroupTask(
         schema=SCHEMA,
         group=group,
         num_rollouts=config.algorithm.num_return_sequences_in_group,
         prompt=prompt,
-        sampling=_sampling(config, config.sampling.temperature),
-        rewards=_rewards(config),
-        **_episode(config),
+        sampling=_sampling(config, source, config.sampling.temperature),
+        rewards=_rewards(source),
+        **_episode(config, source.environment),
     )
 
 
-def evaluation_tasks(config: Config, row: int, prompt: Prompt, *, label: str, version: int) -> list[GroupTask]:
+def evaluation_tasks(
+    config: Config, source: Source, row: int, prompt: Prompt, *, label: str, version: int
+) -> list[GroupTask]:
     """Group 2 * row sampled as in training, and group 2 * row + 1 greedy under evaluation.greedy."""
     kinds = [(2 * row, config.evaluation.num_answers, config.sampling.temperature)]
     if config.evaluation.greedy:
@@ -98,9 +115,9 @@ def evaluation_tasks(config: Config, row: int, prompt: Prompt, *, label: str, ve
             attempt=1,
             num_rollouts=num_rollouts,
             prompt=prompt,
-            sampling=_sampling(config, temperature),
-            rewards=_rewards(config),
-            **_episode(config),
+            sampling=_sampling(config, source, temperature),
+            rewards=_rewards(source),
+            **_episode(config, source.environment),
             min_version=version,
             evaluation=label,
         )
@@ -108,7 +125,7 @@ def evaluation_tasks(config: Config, row: int, prompt: Prompt, *, label: str, ve
     ]
 
 
-def _sampling(config: Config, temperature: float) -> Sampling:
+def _sampling(config: Config, source: Source, temperature: float) -> Sampling:
     # The seed stays the engine's own: a generator for each request slows the sampling of a whole batch.
     return Sampling(
         temperature=temperature,
@@ -116,13 +133,12 @@ def _sampling(config: Config, temperature: float) -> Sampling:
         top_p=1.0,
         top_k=0,
         min_p=0.0,
-        stop=config.sampling.stop,
+        stop=source.stop,
     )
 
 
-def _episode(config: Config) -> dict[str, Any]:
+def _episode(config: Config, environment: EnvironmentConfig) -> dict[str, Any]:
     """The fields of a task that name its environment and its limits; empty without an environment."""
-    environment = config.environment
     if not environment.used:
         return {}
     play = Play(
@@ -139,7 +155,7 @@ def _episode(config: Config) -> dict[str, Any]:
     return {"environment": environment.label, "play": play}
 
 
-def _rewards(config: Config) -> list[RewardUse]:
+def _rewards(source: Source) -> list[RewardUse]:
     functions = [
         RewardUse(
             name=function.label,
@@ -147,8 +163,8 @@ def _rewards(config: Config) -> list[RewardUse]:
             weight=function.weight,
             part_weights=function.part_weights,
         )
-        for function in config.reward.functions
+        for function in source.functions
     ]
-    if not config.environment.used:
+    if not source.environment.used:
         return functions
-    return [*functions, RewardUse(name=ENVIRONMENT_PART, weight=config.environment.weight)]
+    return [*functions, RewardUse(name=ENVIRONMENT_PART, weight=source.environment.weight)]

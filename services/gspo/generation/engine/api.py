@@ -68,6 +68,7 @@ class EngineLike(Protocol):
     """The calls of vllm_engine.Engine, which describes each; benchmarks have an engine that only simulates."""
 
     version: int
+    is_asleep: bool
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
         """One answer to one prompt, or the next piece of one."""
@@ -84,5 +85,11 @@ class EngineLike(Protocol):
     async def load(self, version: int, copies: PolicyCopies, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
         """Serve the staged copy as `version`."""
 
-    async def stop(self, timeout_s: float = 10.0) -> None:
+    async def sleep(self, *, on_update: OnUpdate, timeout_s: float) -> None:
+        """Give back the memory of weights and KV cache."""
+
+    async def wake(self, version: int, copies: PolicyCopies, *, timeout_s: float) -> LoadTimes:
+        """Take the memory back and serve the staged copy as `version`."""
+
+    async def stop(self, timeout_s: float = 20.0) -> None:
         """End."""

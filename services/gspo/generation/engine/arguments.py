@@ -83,7 +83,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
     "weights are loaded into vLLM's own workers, each in its place": (
         "worker_cls worker_extension_cls scheduler_cls enable_eplb eplb_config"
     ),
-    "nothing puts the engine to sleep": (
+    "the engine sleeps under `placement: shared` alone, and then gives back all that it can": (
         "enable_sleep_mode enable_nccl_comm_suspend sleep_mode_offload_cudagraph sleep_preserve_parameter_names"
     ),
     "an engine that fails is started again by the supervisor": (

@@ -67,9 +67,10 @@ def _arguments(config: Config, folder: Path) -> AsyncEngineArgs:
     return engine_arguments(
         folder,
         config.generation,
-        max_model_len=config.algorithm.prompt_length + config.algorithm.response_length,
+        max_model_len=config.algorithm.longest_rollout,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
+        sleeps=config.placement == "shared",
     )
 
 

@@ -1,4 +1,4 @@
-"""vLLM as this service uses it: generate with a log-prob and a version for every token, load, pause, stop.
+"""vLLM as this service uses it: generate with a log-prob and a version for every token, load, sleep, wake, stop.
 
 A failed load never serves a mixture of weights: the old ones are restored, or the engine is broken.
 """
@@ -8,21 +8,20 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import AsyncEngineArgs
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import PauseMode
 from vllm.v1.engine import utils as vllm_processes
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -33,7 +32,6 @@ from gspo.generation.engine.api import (
     Completion,
     EngineBrokenError,
     EngineSampling,
-    Finish,
     LoadFailedError,
     LoadTimes,
     OnUpdate,
@@ -41,6 +39,7 @@ from gspo.generation.engine.api import (
 )
 from gspo.generation.engine.process import CPU_ENVIRONMENT, ForkedProcess
 from gspo.generation.engine.staging import PolicyCopies, PolicyCopy
+from gspo.generation.engine.vllm_requests import completion_of, sampling_params, version_of_each
 from gspo.generation.engine.weights import BACKEND
 
 # On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
@@ -50,17 +49,27 @@ IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 # On a GPU vLLM forks its engine by default. This process has threads by then, and a child would never release the
 # locks of gRPC's threads, so vLLM has to spawn. On a CPU vLLM spawns unless it gets a forked process.
 GPU_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+# vLLM's level of sleep that keeps nothing but the model's buffers: a wake loads every weight anyway, and level 1 would
+# hold a further copy of them in host memory.
+_DISCARD_ALL = 2
+# vLLM's names of the memory that it gives back.
+_WEIGHTS, _KV = "weights", "kv_cache"
+T = TypeVar("T")
 
 
 class Engine:
-    """One vLLM engine and the version of the policy it serves. All calls from one event loop."""
+    """One vLLM engine and the version of the policy it serves. All calls from one event loop.
+
+    Attributes:
+        is_asleep: Whether its weights and its KV cache are away, from the beginning of `sleep` to the end of `wake`.
+    """
 
     def __init__(self, llm: AsyncLLM, version: int) -> None:
-        self.version = version
+        self.version, self.is_asleep = version, False
         self._llm = llm
         self._broken: str | None = None
         self._num_loads = 0
-        self._loading = asyncio.Lock()
+        self._changing = asyncio.Lock()
         self._num_restarts = 0
         self._serving = asyncio.Event()
         self._serving.set()
@@ -97,8 +106,8 @@ class Engine:
         num_restarts = self._num_restarts
         prompt = tokens_input(prompt_token_ids, cache_salt=str(self._num_loads))
         try:
-            async for output in self._llm.generate(prompt, _sampling_params(sampling), request_id):
-                completion = _completion(output.outputs[0])
+            async for output in self._llm.generate(prompt, sampling_params(sampling), request_id):
+                completion = completion_of(output.outputs[0])
                 ended_by_load = completion.finish == "aborted" and self._num_restarts > num_restarts
                 return replace(completion, finish="restart") if ended_by_load else completion
         except VLLMClientError as error:
@@ -119,7 +128,7 @@ class Engine:
             return Tokens([], [], [])
         token_ids = list(state.detokenizer.output_token_ids)
         logp = list(state.logprobs_processor.logprobs.logprobs)
-        return Tokens(token_ids, logp, _version_of_each(state._weight_version_spans()))
+        return Tokens(token_ids, logp, version_of_each(state._weight_version_spans()))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns the tokens sampled so far, as `aborted`."""
@@ -136,14 +145,40 @@ class Engine:
                 returns with `finish` restart.
 
         Raises:
-            LoadFailedError: The new weights did not load, and the old ones serve again.
+            LoadFailedError: The new weights did not load, and the old ones serve again. Or the engine sleeps: an update
+                of weights that are away would kill vLLM's processes.
             EngineBrokenError: The old weights could not be restored, or `timeout_s` has passed.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._load(version, copies, on_update, timeout_s)))
+        change = partial(self._load_paused, version, copies, on_update)
+        return await self._alone(f"the load of version {version}", timeout_s, change)
 
-    async def stop(self, timeout_s: float = 10.0) -> None:
+    async def sleep(self, *, on_update: OnUpdate, timeout_s: float) -> None:
+        """Give back the memory of weights and KV cache until `wake`; an engine that sleeps already sleeps on.
+
+        New requests wait, and those in flight stand still and continue after the wake; under `restart` they end, as
+        under `load`. A CPU keeps its memory. If the call is cancelled, the engine still goes to sleep.
+
+        Raises:
+            EngineBrokenError: vLLM failed, or `timeout_s` has passed.
+        """
+        await self._alone("going to sleep", timeout_s, partial(self._sleep, on_update))
+
+    async def wake(self, version: int, copies: PolicyCopies, *, timeout_s: float) -> LoadTimes:
+        """Take the memory back and serve the staged copy as `version`; the caches are empty.
+
+        The order is that of vLLM's memory: weights, the staged policy, the KV cache. So the card never holds the KV
+        cache beside the tensors of a load.
+
+        Raises:
+            LoadFailedError: The new weights did not load, and the old ones serve. Or the engine does not sleep.
+            EngineBrokenError: As `load`; or the memory is not free.
+        """
+        return await self._alone(f"the wake with version {version}", timeout_s, partial(self._wake, version, copies))
+
+    async def stop(self, timeout_s: float = 20.0) -> None:
         """End vLLM's processes; requests in flight fail with EngineBrokenError."""
         self._break("stopped")
+        self._serving.set()
         # In this order: requests fail first, so that vLLM does not report the end of its processes as a crash.
         self._llm.output_processor.propagate_error(EngineDeadError())
         if self._llm.output_handler is not None:
@@ -160,26 +195,72 @@ class Engine:
         """Tokens, of prompts and answers together, whose KV fits."""
         return int(self._llm.vllm_config.cache_config.kv_cache_size_tokens)
 
-    async def _load(self, version: int, copies: PolicyCopies, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
-        async with self._loading:
+    async def _alone(self, what: str, timeout_s: float, change: Callable[[], Awaitable[T]]) -> T:
+        """Make one change at a time, to its end, and send vLLM no request meanwhile."""
+        return await asyncio.shield(asyncio.ensure_future(self._change(what, timeout_s, change)))
+
+    async def _change(self, what: str, timeout_s: float, change: Callable[[], Awaitable[T]]) -> T:
+        async with self._changing:
             self._raise_if_broken()
             self._serving.clear()
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._load_paused(version, copies, on_update)
+                    return await change()
             except TimeoutError as error:
-                raise self._break(f"load of version {version} did not end within {timeout_s} s") from error
+                raise self._break(f"{what} did not end within {timeout_s} s") from error
             except EngineDeadError as error:
-                raise self._break(f"vLLM died while loading version {version}") from error
+                raise self._break(f"vLLM died during {what}") from error
             finally:
-                self._serving.set()
+                if not self.is_asleep:
+                    self._serving.set()
 
     async def _load_paused(self, version: int, copies: PolicyCopies, on_update: OnUpdate) -> LoadTimes:
+        if self.is_asleep:
+            raise LoadFailedError(f"version {version} was not loaded: the engine sleeps, and its weights are away")
         began = time.monotonic()
-        restarts = on_update == "restart"
-        self._num_restarts += restarts
-        await self._llm.pause_generation(mode="abort" if restarts else "keep", clear_cache=on_update != "keep")
+        await self._llm.pause_generation(mode=self._pause_mode(on_update), clear_cache=on_update != "keep")
         paused = time.monotonic()
+        failure = await self._replace_weights(version, copies)
+        loaded = time.monotonic()
+        await self._llm.resume_generation()
+        return self._loaded(failure, version, LoadTimes(paused - began, loaded - paused, time.monotonic() - loaded))
+
+    async def _sleep(self, on_update: OnUpdate) -> None:
+        if self.is_asleep:
+            return
+        self.is_asleep = True
+        try:
+            await self._llm.sleep(_DISCARD_ALL, self._pause_mode(on_update))
+        except Exception as error:
+            raise self._break(f"vLLM failed while it went to sleep: {error!r}") from error
+
+    async def _wake(self, version: int, copies: PolicyCopies) -> LoadTimes:
+        if not self.is_asleep:
+            raise LoadFailedError(f"version {version} was not loaded: the engine does not sleep")
+        began = time.monotonic()
+        await self._take_memory_back(_WEIGHTS)
+        awake = time.monotonic()
+        failure = await self._replace_weights(version, copies)
+        loaded = time.monotonic()
+        await self._take_memory_back(_KV)
+        self.is_asleep = False
+        return self._loaded(failure, version, LoadTimes(awake - began, loaded - awake, time.monotonic() - loaded))
+
+    async def _take_memory_back(self, tag: str) -> None:
+        """vLLM's scheduler runs again when all is back."""
+        try:
+            await self._llm.wake_up([tag])
+        except Exception as error:
+            raise self._break(f"vLLM did not get the memory of its {tag} back: {error!r}") from error
+
+    def _pause_mode(self, on_update: OnUpdate) -> PauseMode:
+        if on_update != "restart":
+            return "keep"
+        self._num_restarts += 1
+        return "abort"
+
+    async def _replace_weights(self, version: int, copies: PolicyCopies) -> Exception | None:
+        """Load the staged copy, or the serving one again; returns the error that kept the staged one out."""
         failure = await self._try_weights(copies.staged, str(version))
         if failure is None:
             copies.promote()
@@ -188,13 +269,14 @@ class Engine:
             self._num_loads += 1
         elif (again := await self._try_weights(copies.serving, str(self.version))) is not None:
             raise self._break(f"neither the new weights load ({failure}) nor the old ({again})") from again
-        loaded = time.monotonic()
-        await self._llm.resume_generation()
+        return failure
+
+    def _loaded(self, failure: Exception | None, version: int, times: LoadTimes) -> LoadTimes:
         if failure is not None:
             raise LoadFailedError(
                 f"version {version} did not load, version {self.version} serves on: {failure}"
             ) from failure
-        return LoadTimes(paused - began, loaded - paused, time.monotonic() - loaded)
+        return times
 
     async def _try_weights(self, policy: PolicyCopy, version: str) -> Exception | None:
         """Load a whole policy into the paused engine; returns the error of a failure."""
@@ -226,9 +308,20 @@ class Engine:
 
 
 def engine_arguments(
-    model: Path, generation: GenerationConfig, *, max_model_len: int, seed: int = 0, trust_remote_code: bool = False
+    model: Path,
+    generation: GenerationConfig,
+    *,
+    max_model_len: int,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    sleeps: bool = False,
 ) -> AsyncEngineArgs:
-    """vLLM's arguments, ours and the user's, which `check_engine_args` has checked."""
+    """vLLM's arguments, ours and the user's, which `check_engine_args` has checked.
+
+    Args:
+        sleeps: Whether the engine will be put to sleep. Its memory then comes from an allocator of vLLM's own, which a
+            CPU does not have.
+    """
     own: dict[str, Any] = {}
     if current_platform.is_cpu():
         # Compiling takes a CPU half a minute at the first start and ten seconds at each later one.
@@ -236,6 +329,8 @@ def engine_arguments(
         own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
         # On a GPU vLLM takes its share of memory.
         own["kv_cache_memory_bytes"] = int(generation.kv_cache_gb * GIB)
+    elif sleeps:
+        own["enable_sleep_mode"] = True
     return AsyncEngineArgs(
         model=str(model),
         dtype=generation.dtype,
@@ -276,36 +371,3 @@ def _starting_in(process: ForkedProcess) -> Iterator[None]:
         yield
     finally:
         vllm_processes.get_mp_context = original
-
-
-@lru_cache(maxsize=64)
-def _sampling_params(sampling: EngineSampling) -> SamplingParams:
-    return SamplingParams(
-        **asdict(sampling) | {"stop": list(sampling.stop)},
-        # Exactly the sampled token's log-prob, in one flat list instead of an object a token.
-        logprobs=0,
-        flat_logprobs=True,
-        # Only stop strings need text.
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        # vLLM copies the parameters of each request; these never change, so a shallow copy is enough.
-        skip_clone=True,
-    )
-
-
-def _completion(output: CompletionOutput) -> Completion:
-    token_ids = list(output.token_ids)
-    version = _version_of_each(output.weight_versions)
-    stop_string = output.stop_reason if isinstance(output.stop_reason, str) else None
-    finish: Finish = "stop_string" if stop_string is not None else _FINISH[output.finish_reason]
-    return Completion(token_ids, list(output.logprobs.logprobs), version, finish, stop_string)
-
-
-def _version_of_each(spans: list[WeightVersionSpan] | None) -> list[int]:
-    version: list[int] = []
-    for span in spans or []:
-        version.extend([int(span.version)] * (span.end - span.start))
-    return version
-
-
-_FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}

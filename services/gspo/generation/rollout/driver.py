@@ -89,7 +89,7 @@ class RolloutDriver:
         # Unique, because the engine finds requests by it, and two tasks of one group may run here at a time. The last
         # number is the place in the answer where the piece begins.
         rollout.request_id = f"{rollout.rollout_key}:{rollout.task.attempt}.{next(self._request_numbers)}.{num_before}"
-        sampling = _sampling(rollout.task.sampling, action.max_tokens, num_before)
+        sampling = engine_sampling(rollout.task.sampling, action.max_tokens, num_before)
         try:
             with self._time_limit(rollout.request_id, action.timeout_s) as fired:
                 piece = await self._engine.generate(rollout.request_id, rollout.context, sampling)
@@ -146,7 +146,8 @@ def cut_at_stop(
     return piece
 
 
-def _sampling(sampling: rollout_pb2.Sampling, max_tokens: int, num_before: int) -> EngineSampling:
+def engine_sampling(sampling: rollout_pb2.Sampling, max_tokens: int, num_before: int) -> EngineSampling:
+    """The engine's form of a task's sampling, for the next `max_tokens` tokens of an answer that has `num_before`."""
     return EngineSampling(
         max_tokens=max_tokens,
         temperature=sampling.temperature,

@@ -16,6 +16,8 @@ import torch
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
+from gspo.common.config.sources import Source
+from gspo.common.source_order import SourceOrder
 from gspo.learner.assembly.groups import Group
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlements
@@ -72,6 +74,8 @@ class Assembler:
         seed: The run's; with the step it fixes the permutation.
         settlements: How groups have ended so far, from the run directory; copied.
         on_failure: Whether a failed score fails its rollout alone or its group.
+        rewards_count: Whether rewards have a part in the advantages, which are 0 otherwise.
+        sources: The sources of prompts; one without a name by default.
         moments: Running moments of rewards as of the last trained step; updated in place under reward_norm: running.
     """
 
@@ -84,10 +88,14 @@ class Assembler:
         settlements: Settlements,
         moments: RunningMoments,
         on_failure: Literal["rollout", "group"] = "rollout",
+        rewards_count: bool = True,
+        sources: Sequence[Source] = (Source(),),
     ) -> None:
+        self._source_names = [source.name for source in sources]
+        self._source_order = SourceOrder([source.weight for source in sources])
         self.moments = moments
         self._algorithm, self._staleness, self._seed = algorithm, staleness, seed
-        self._fails_as_one = on_failure == "group"
+        self._fails_as_one, self._rewards_count = on_failure == "group", rewards_count
         self._settlements = Settlements(settlements)
         self._groups: dict[int, Group] = {}
         self._fruitless: list[EndedGroup] = []
@@ -218,10 +226,17 @@ class Assembler:
 
     def _make_batch(self, version: int, chosen: Sequence[Group], settled: tuple[EndedGroup, ...]) -> Batch:
         step = version + 1
-        rows = [row for group in chosen for row in group.rows_to_train(version, self._staleness)]
+        rows = [
+            replace(row, source=self._source_names[self._source_order.place(group.number).source])
+            for group in chosen
+            for row in group.rows_to_train(version, self._staleness)
+        ]
         num_mini_batches = self._algorithm.num_mini_batches
         rows = in_training_order(rows, seed=self._seed, step=step, num_mini_batches=num_mini_batches)
-        rows = with_advantages(rows, self._algorithm, self.moments)
+        if self._rewards_count:
+            rows = with_advantages(rows, self._algorithm, self.moments)
+        else:
+            rows = [replace(row, advantage=None if row.skipped else 0.0) for row in rows]
         for group in chosen:
             self._settle(group.number, GroupEnding.TRAINED, f"step {step}")
         self._fruitless.clear()

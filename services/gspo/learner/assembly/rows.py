@@ -53,6 +53,7 @@ class Row:
     num_turns: Of the policy; 1 where it gave one answer.
     num_malformed_calls, num_cut_turns: Turns with a tool call that cannot be made, and turns cut off at turn_tokens.
     turns_json: A conversation after its prompt, as chat messages; empty where it is one answer.
+    source: Name in data.sources; empty where data.prompts is the only source.
     """
 
     step: Small
@@ -90,6 +91,7 @@ class Row:
     num_malformed_calls: Small = 0
     num_cut_turns: Small = 0
     turns_json: Text = ""
+    source: Text = ""
 
     @property
     def num_sampled(self) -> int:

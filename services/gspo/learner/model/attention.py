@@ -1,7 +1,8 @@
 """The policy's attention: packed rollouts see themselves alone, and short rows are fast on a CPU.
 
-Attention over a whole packed line would cost the square of its length. So its rollouts are laid side by side, those of
-similar length together, and each is a row of its own.
+Attention over a whole packed line would cost the square of its length. On a GPU in bfloat16, torch's variable-length
+attention takes the bounds of its rollouts. Elsewhere its rollouts are laid side by side, those of similar length
+together, and each is a row of its own.
 torch's fused attention suits long rows. At 150 positions on a CPU its backward pass takes five times as long as two
 matrix products and a softmax, and most of a step. So short rows there use those; long rows, masks and GPUs use torch's.
 A model whose layers need more than this, such as attention sinks, keeps its own attention (`use_own_attention`).
@@ -10,16 +11,21 @@ A model whose layers need more than this, such as attention sinks, keeps its own
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from gspo.common.model.heads import heads_divide
 from gspo.learner.model.batch import PackedBlock, PackedRollouts
+from gspo.learner.ranks.sequence_ranks import SequenceRanks
 
 NAME = "gspo"
 OWN_ATTENTION = "eager"
@@ -27,6 +33,10 @@ OWN_ATTENTION = "eager"
 _SUPPORTED = {"sliding_window", "position_ids", "is_causal"}
 # Beyond this the scores no longer fit the caches and torch's fused attention wins.
 _LONGEST = 512
+# Of torch's FlashAttention.
+_WIDEST_HEAD, _FLASH_CAPABILITY = 256, 8
+# Fewer heads of keys than of queries: torch 2.11 takes them as they come, a later one on demand.
+_SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 # Of each of two rows, to compare two ways to attend.
 _TRIAL_TOKENS = 16
 _TOLERANCE = 1e-3
@@ -40,16 +50,22 @@ class _Current:
 
     Attributes:
         line: Its packed line; None for separate rows.
+        ranks: The ranks that share the line; None where this one has all of it.
         arguments: Names of the arguments that layers pass to the attention; collected while this is a set.
     """
 
     line: PackedRollouts | None = None
+    ranks: SequenceRanks | None = None
     arguments: set[str] | None = None
 
 
-def attend_to(line: PackedRollouts | None) -> None:
-    """Set the packed line of the next forward and its backward; None for separate rows."""
-    _Current.line = line
+def attend_to(line: PackedRollouts | None, ranks: SequenceRanks | None = None) -> None:
+    """Set the packed line of the next forward and its backward; None for separate rows.
+
+    Args:
+        ranks: The ranks that share the line, if this one's layers see only its part.
+    """
+    _Current.line, _Current.ranks = line, ranks
 
 
 def attention_name() -> str:
@@ -120,20 +136,107 @@ def _attention(
         _Current.arguments |= {name for name, value in kwargs.items() if value is not None and value is not False}
     if _Current.line is None:
         return _attention_of_rows(module, query, key, value, attention_mask, dropout, scaling, kwargs), None
-    # [positions, heads, head width] of the whole line.
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    window = kwargs.get("sliding_window")
+    # [positions, heads, head width]. Under autocast the norms leave query and key in float32.
+    parts = [tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value)]
+    ranks, line = _Current.ranks, _Current.line
+    if ranks is None:
+        return attention_of_line(module, parts, line, dropout, scaling, **kwargs)[None], None
+    num_heads, num_key_heads = query.shape[1], key.shape[1]
+    if not heads_divide(num_heads, num_key_heads, ranks.num_ranks):
+        raise ValueError(f"{ranks.num_ranks} ranks cannot share out {num_heads} heads with {num_key_heads} key heads")
+    of_heads = ranks.to_heads(parts, len(line.position_S))
+    attended = attention_of_line(module, of_heads, line, dropout, scaling, **kwargs)
+    return ranks.to_positions(attended)[None], None
+
+
+def attention_of_line(
+    layer: nn.Module,
+    tensors: Sequence[Tensor],
+    line: PackedRollouts,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> Tensor:
+    """Causal attention of every rollout of a line for itself, in the fastest way that device and dtype have.
+
+    Args:
+        layer: Has `is_causal` False if a position sees later ones too.
+        tensors: Query [S, heads, head width], key and value [S, kv heads, head width], of one dtype.
+        kwargs: Of them `sliding_window` counts: the positions that each sees, itself included.
+
+    Returns:
+        [S, heads, value's width].
+    """
+    query, _, value = tensors
+    is_plain = not dropout and getattr(layer, "is_causal", True)
+    if is_plain and has_variable_length_attention(query, value):
+        return _variable_length_attention(tensors, line, scaling, kwargs.get("sliding_window"))
+    return attention_side_by_side(layer, tensors, line, dropout, scaling, **kwargs)
+
+
+def attention_side_by_side(
+    layer: nn.Module,
+    tensors: Sequence[Tensor],
+    line: PackedRollouts,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> Tensor:
+    """As `attention_of_line`, on any device and in any dtype: rollouts of similar length at a time, as rows."""
+    query, key, _ = tensors
+    heads = _Heads(query.shape[1] // key.shape[1], getattr(layer, "is_causal", True))
     attended = []
-    for block in _Current.line.blocks:
-        q_rows, k_rows, v_rows = (block.to_rows(tensor).transpose(1, 2) for tensor in (q, k, v))
-        mask = _window_mask(block, window, query.device)
-        rows = _attention_of_rows(module, q_rows, k_rows, v_rows, mask, dropout, scaling, kwargs)
+    for block in line.blocks:
+        q_rows, k_rows, v_rows = (block.to_rows(tensor).transpose(1, 2) for tensor in tensors)
+        mask = _window_mask(block, kwargs.get("sliding_window"), query.device)
+        rows = _attention_of_rows(heads, q_rows, k_rows, v_rows, mask, dropout, scaling, kwargs)
         attended.append(block.to_line(rows))
-    return torch.cat(attended)[None], None
+    return torch.cat(attended)
+
+
+class _Heads(NamedTuple):
+    """The attributes of a layer that torch's attention reads, for the heads that are here."""
+
+    num_key_value_groups: int
+    is_causal: bool
+
+
+def has_variable_length_attention(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's FlashAttention takes such a line: a GPU of compute capability 8 or more, half precision, heads
+    of one width, a multiple of 8 up to 256.
+
+    Args:
+        query, value: [S, heads, head width].
+    """
+    if not (query.is_cuda and torch.backends.cuda.is_flash_attention_available()):
+        return False
+    is_half = value.dtype in (torch.bfloat16, torch.float16)
+    fits = query.shape[-1] == value.shape[-1] <= _WIDEST_HEAD and not value.shape[-1] % 8
+    return is_half and fits and torch.cuda.get_device_capability(query.device)[0] >= _FLASH_CAPABILITY
+
+
+def _variable_length_attention(
+    tensors: Sequence[Tensor], line: PackedRollouts, scaling: float | None, window: int | None
+) -> Tensor:
+    query, key, value = tensors
+    attended = varlen_attn(
+        query,
+        key,
+        value,
+        line.bound_N,
+        line.bound_N,
+        line.longest,
+        line.longest,
+        scale=scaling,
+        # Positions back and ahead, beside a position itself.
+        window_size=(-1 if window is None else window - 1, 0),
+        **_SHARED_KEYS,
+    )
+    return cast(Tensor, attended)
 
 
 def _attention_of_rows(
-    module: nn.Module,
+    module: nn.Module | _Heads,
     query: Tensor,
     key: Tensor,
     value: Tensor,

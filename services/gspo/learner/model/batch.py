@@ -133,10 +133,15 @@ class PackedRollouts:
 
     Attributes:
         position_S: Every position's place in its own rollout, from 0.
+        bound_N: The first position of each rollout, and the end of the last, int32: as torch's variable-length
+            attention takes them.
+        longest: Positions of the longest rollout.
     """
 
     position_S: Tensor
     blocks: tuple[PackedBlock, ...]
+    bound_N: Tensor
+    longest: int
 
     @classmethod
     def of(cls, lengths: Sequence[int], max_padded: int) -> PackedRollouts:
@@ -151,11 +156,13 @@ class PackedRollouts:
             block = PackedBlock.of(first, [lengths[row] for row in rows])
             blocks.append(block)
             first = block.last
-        return cls(position_S, tuple(blocks))
+        bound_N = torch.tensor([0, *lengths]).cumsum(0).int()
+        return cls(position_S, tuple(blocks), bound_N, max(lengths))
 
     def to(self, device: torch.device) -> PackedRollouts:
         """The same with its places on `device`."""
-        return PackedRollouts(self.position_S.to(device), tuple(block.to(device) for block in self.blocks))
+        blocks = tuple(block.to(device) for block in self.blocks)
+        return PackedRollouts(self.position_S.to(device), blocks, self.bound_N.to(device), self.longest)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A policy's weights under the names of a checkpoint, gathered one after another; and as a folder for other programs.
+"""A policy's weights under the names of a checkpoint, gathered layer by layer; and as a folder for other programs.
 
 policy_weights.py makes the bits of a push of them.
 """
@@ -6,6 +6,7 @@ policy_weights.py makes the bits of a push of them.
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+
+from gspo.common.host.durable_write import apply_umask
+from gspo.learner.push.host_copies import HostCopies
 
 if TYPE_CHECKING:
     from gspo.learner.model.adapters import Adapters
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 _ADAPTER = "adapter"
 # Copied from the initial model: tokenizer, chat template, and the code of a model that brings its own.
 _COPIED = ("tokenizer*", "*.jinja", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.py")
+_LAYER = re.compile(r".*?\.\d+\.")
 # A block in which tensors are whole that are otherwise spread over the ranks.
 Whole = Callable[[Sequence[Tensor]], AbstractContextManager[object]]
 
@@ -45,45 +49,61 @@ class NamedWeight:
 
 def checkpoint_tensors(
     causal_lm: PreTrainedModel,
-    dtype: torch.dtype,
+    copies: HostCopies,
     adapters: Adapters | None = None,
     *,
     whole: Whole = nullcontext,
     kept: bool = True,
+    is_reused: bool = False,
 ) -> dict[str, Tensor]:
-    """Every weight under the name that a checkpoint gives it, tied ones once, as contiguous CPU copies in `dtype`.
+    """Every weight under the name that a checkpoint gives it, tied ones once, as contiguous copies in host memory.
 
-    Adapters are merged in, in their own dtype and before anything is rounded.
+    Adapters are merged in, in their own dtype and before anything is rounded. A mixture's experts are taken apart on
+    the device, a layer at a time, and copied once.
 
     Args:
-        whole: Entered for one weight after another, on every rank in the same order.
+        whole: Entered for one layer after another, on every rank in the same order.
         kept: False on a rank that only takes part in the gathering; it gets an empty result.
+        is_reused: Whether the memory of the copies is kept for later ones, when nothing refers to it any more.
     """
-    has_ties = causal_lm.config.get_text_config().tie_word_embeddings
-    tied = set(getattr(causal_lm, "all_tied_weights_keys", {})) if has_ties else set()
+    layers = _layers(_policy_weights(causal_lm, adapters))
+    num_elements = sum(_num_elements(weight) for layer in layers for weight in layer.values()) if kept else 0
+    named: dict[str, Tensor] = {}
+    with copies.begin(num_elements, is_reused=is_reused) as host_copy:
+        for layer in layers:
+            with whole([part for weight in layer.values() for part in weight.parts]):
+                if kept:
+                    values = {name: weight.value() for name, weight in layer.items()}
+                    # It takes apart, transposes and renames; a checkpoint has no tensor of two layers.
+                    converted: Mapping[str, Tensor] = revert_weight_conversion(causal_lm, values)
+                    named |= {name: host_copy.add(tensor) for name, tensor in converted.items()}
+            host_copy.end_part()
+    return named
+
+
+def _policy_weights(causal_lm: PreTrainedModel, adapters: Adapters | None) -> dict[str, NamedWeight]:
+    """The weights by their names in the loaded model, without those that are tied to others."""
     if adapters is not None:
         weights = adapters.weights()
     else:
         weights = {name: NamedWeight([it], it.detach) for name, it in causal_lm.state_dict(keep_vars=True).items()}
-    copies = {}
+    has_ties = getattr(causal_lm.config.get_text_config(), "tie_word_embeddings", False)
+    tied = set(getattr(causal_lm, "all_tied_weights_keys", {})) if has_ties else set()
+    return {name: weight for name, weight in weights.items() if name not in tied}
+
+
+def _layers(weights: Mapping[str, NamedWeight]) -> list[dict[str, NamedWeight]]:
+    """The weights of each layer, by the first number in their names; a weight outside the layers is alone."""
+    layers: dict[str, dict[str, NamedWeight]] = {}
     for name, weight in weights.items():
-        if name in tied:
-            continue
-        with whole(weight.parts):
-            if kept:
-                copies[name] = weight.value().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-    if not kept:
-        return {}
-    # It splits, transposes and renames: no number changes, so it may come after the rounding.
-    named: Mapping[str, Tensor] = revert_weight_conversion(causal_lm, copies)
-    return {name: _unshared(tensor) for name, tensor in named.items()}
+        layer = _LAYER.match(name)
+        layers.setdefault(layer[0] if layer else name, {})[name] = weight
+    return list(layers.values())
 
 
-def _unshared(tensor: Tensor) -> Tensor:
-    """In memory of its own: a file of tensors cannot be written otherwise."""
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _num_elements(weight: NamedWeight) -> int:
+    """Of the whole value, also where a rank holds a part of it: an adapter has the shape of its weight."""
+    return int(getattr(weight.parts[0], "ds_numel", weight.parts[0].numel()))
 
 
 def export_model(
@@ -111,6 +131,8 @@ def export_model(
         save_torch_state_dict(dict(tensors), fresh, filename_pattern="model{suffix}.safetensors")
         if adapters is not None:
             adapters.save(fresh / _ADAPTER)
+        for file in fresh.rglob("*.safetensors"):
+            apply_umask(file)
         for file in (file for pattern in _COPIED for file in source.glob(pattern)):
             shutil.copy2(file, fresh / file.name)
         if folder.exists():

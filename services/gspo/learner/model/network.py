@@ -5,19 +5,28 @@ trainer.py wraps it in DeepSpeed.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.model.heads import PACKED_LAYERS
+from gspo.common.model.teacher_files import naming_teacher
+from gspo.common.planning.flops import ModelFlops
 from gspo.learner.model.attention import OWN_ATTENTION, attend_to, attention_name, has_own_attention, use_own_attention
 from gspo.learner.model.batch import PackedRollouts
+from gspo.learner.model.flop_counts import count_flops
+from gspo.learner.model.named_weights import Whole
+from gspo.learner.model.spread_weights import Spreading, each_loaded, whole_where_used
+from gspo.learner.ranks.sequence_ranks import SequenceRanks
 from gspo_core.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -34,7 +43,7 @@ _OTHER_ARCHITECTURE = (
 _TRIAL_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 # A mixture's experts lie in one tensor: [experts, out, in].
 _STACKED = 3
-_EXPERTS = "gspo_grouped"
+EXPERTS = "gspo_grouped"
 
 
 class PolicyModel(nn.Module):
@@ -45,7 +54,10 @@ class PolicyModel(nn.Module):
 
     Attributes:
         adapters: The trained part under LoRA; None where the weights themselves are trained.
+        ranks: The ranks that share each packed line with this one; None where it has lines of its own.
     """
+
+    ranks: SequenceRanks | None = None
 
     def __init__(self, causal_lm: PreTrainedModel, config: Config, adapters: Adapters | None = None) -> None:
         super().__init__()
@@ -57,32 +69,77 @@ class PolicyModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(logp_N, entropy_N), float32, of target_N, each predicted by the state at its flat place in [R, S].
 
-        `line` says how rollouts lie in the one row of input_RS; None where each row is one.
+        `line` says how rollouts lie in the one row of input_RS; None where each row is one. Ranks that share lines give
+        the same input, and get the same result.
         """
         lower = self._dtype != torch.float32
-        with torch.autocast(input_RS.device.type, dtype=self._dtype, enabled=lower):
-            hidden_RSD = hidden_states(self.causal_lm, input_RS, line)
-        hidden_ND = hidden_RSD.flatten(0, 1).index_select(0, state_N)
+        # A weight is used once in a forward. The cache would keep a copy of every one of them until its end.
+        with torch.autocast(input_RS.device.type, dtype=self._dtype, enabled=lower, cache_enabled=False):
+            states_RSD = hidden_states(self.causal_lm, input_RS, line, self.ranks)
+        states = states_RSD.flatten(0, 1)
+        if self.ranks is None:
+            return self._logprobs(states.index_select(0, state_N), target_N)
+        # states are those of this rank's part.
+        P, length = len(states), input_RS.shape[1]
+        own_N = self.ranks.own_places(state_N, length)
+        place_M = state_N[own_N] % P
+        own = self._logprobs(states.index_select(0, place_M), target_N[own_N])
+        figures_P2 = states.new_zeros(P, 2, dtype=own[0].dtype).index_copy(0, place_M, torch.stack(own, 1))
+        logp_N, entropy_N = self.ranks.whole(figures_P2, length).index_select(0, state_N).unbind(1)
+        return logp_N, entropy_N
+
+    def _logprobs(self, hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        # A CPU has no product of bfloat16 numbers with sums in float32, so rounding would only cost it time.
+        if hidden_ND.is_cuda:
+            hidden_ND = hidden_ND.to(self._dtype)
         head_VD = self.causal_lm.get_output_embeddings().weight
         rows = max(_LEAST_ROWS, _LOGITS_AT_A_TIME // len(head_VD))
         return token_logprobs(hidden_ND, head_VD, target_N, temperature=self._temperature, chunk_size=rows)
 
 
-def hidden_states(causal_lm: PreTrainedModel, input_RS: Tensor, line: PackedRollouts | None) -> Tensor:
-    """The states [R, S, D] that predict the next tokens; the backward pass attends as this forward does."""
-    attend_to(line)
-    positions = {} if line is None else {"position_ids": line.position_S[None]}
-    states: Tensor = causal_lm.base_model(input_ids=input_RS, use_cache=False, **positions).last_hidden_state
+@dataclass(frozen=True)
+class TeacherModel:
+    """A run's teacher.
+
+    Attributes:
+        model: A frozen PolicyModel, or what calls one.
+        is_packed: Whether it takes packed rollouts.
+        flops: Of its forward pass.
+    """
+
+    model: Any
+    is_packed: bool
+    flops: ModelFlops
+
+
+def hidden_states(
+    causal_lm: PreTrainedModel, input_RS: Tensor, line: PackedRollouts | None, ranks: SequenceRanks | None = None
+) -> Tensor:
+    """The states [R, S, D] that predict the next tokens; the backward pass attends as this forward does.
+
+    Args:
+        ranks: The ranks that share the line; the states are then [1, P, D], those of this rank's part.
+    """
+    attend_to(line, ranks)
+    tokens = {"input_ids": input_RS}
+    if line is not None:
+        tokens["position_ids"] = line.position_S[None]
+    if ranks is not None:
+        tokens = {name: ranks.part(token_RS[0])[None] for name, token_RS in tokens.items()}
+    states: Tensor = causal_lm.base_model(**tokens, use_cache=False).last_hidden_state
     return states
 
 
 @torch.no_grad()
-def can_be_packed(causal_lm: PreTrainedModel) -> bool:
-    """Whether packed rollouts stay apart in the model: not if it recurs, or has its own attention."""
+def can_be_packed(causal_lm: PreTrainedModel, ranks: SequenceRanks | None = None) -> bool:
+    """Whether packed rollouts stay apart in the model: not if it recurs, or has its own attention.
+
+    Args:
+        ranks: The ranks that share each line; they try it together.
+    """
     if has_own_attention(causal_lm):
         return False
-    kinds = set(getattr(causal_lm.config.get_text_config(), "layer_types", None) or ())
-    if not kinds <= {"full_attention", "sliding_attention"}:
+    if not PACKED_LAYERS.issuperset(getattr(causal_lm.config.get_text_config(), "layer_types", None) or ()):
         return False
     vocabulary, device = causal_lm.config.get_text_config().vocab_size, causal_lm.device
     tokens = [torch.arange(1, 1 + length, device=device) * 7 % vocabulary for length in (5, 5, 3)]
@@ -91,7 +148,9 @@ def can_be_packed(causal_lm: PreTrainedModel) -> bool:
     causal_lm.eval()
     try:
         apart = [hidden_states(causal_lm, token_S[None], None)[0] for token_S in tokens]
-        packed = hidden_states(causal_lm, torch.cat(tokens)[None], line)[0]
+        packed = hidden_states(causal_lm, torch.cat(tokens)[None], line, ranks)[0]
+        if ranks is not None:
+            packed = ranks.whole(packed, len(line.position_S))
     except _TRIAL_ERRORS:
         return False  # it takes no positions, say
     finally:
@@ -100,14 +159,18 @@ def can_be_packed(causal_lm: PreTrainedModel) -> bool:
     return torch.allclose(torch.cat(apart), packed, rtol=1e-3, atol=1e-3)
 
 
-def load_policy_model(folder: Path, config: Config) -> PolicyModel:
+def load_policy_model(folder: Path, config: Config, spreading: Spreading | None = None) -> PolicyModel:
     """Load a model folder for training, with adapters where the configuration asks for them.
+
+    Args:
+        spreading: Leaves a rank its part of each weight as soon as it is read. With None the rank holds all of them, in
+            host memory.
 
     Raises:
         InputError: The folder does not load, or the model's logits are no matrix product of states and output weight,
             so its log-probs would differ.
     """
-    causal_lm = _load_causal_lm(folder, config)
+    causal_lm = _load_causal_lm(folder, config, spreading)
     adapters = None
     if config.learner.lora.rank:
         from gspo.learner.model.adapters import Adapters  # here: peft takes a second to import, and few runs need it
@@ -119,36 +182,68 @@ def load_policy_model(folder: Path, config: Config) -> PolicyModel:
     return PolicyModel(causal_lm, config, adapters).train()
 
 
-def load_reference_model(folder: Path, config: Config) -> PolicyModel:
-    """The first policy, frozen, for a KL term.
+def load_reference_model(
+    policy: PreTrainedModel, folder: Path, config: Config, spreading: Spreading | None = None
+) -> PolicyModel:
+    """The first policy, frozen, for a KL term; with the attention of the loaded `policy`."""
+    return _load_frozen(folder, config, spreading, own_attention=has_own_attention(policy))
+
+
+def load_teacher_model(
+    folder: Path, config: Config, spreading: Spreading | None = None, ranks: SequenceRanks | None = None
+) -> TeacherModel:
+    """The teacher of the run's configuration.
+
+    It is read twice: the trials compare float32 numbers, and then some of its weights may be rounded.
+
+    Args:
+        ranks: The ranks that share each line.
+
+    Raises:
+        InputError: As `load_policy_model`, with the keys of `teacher`.
+    """
+    config = config.with_teacher_as_model()
+    with naming_teacher():
+        tried = _load_causal_lm(folder, config, spreading)
+        own_attention = has_own_attention(tried)
+        with whole_where_used(tried, spreading.whole if spreading else nullcontext):
+            is_packed = config.learner.packing and can_be_packed(tried, ranks)
+        del tried
+        teacher = _load_frozen(folder, config, spreading, own_attention=own_attention)
+    return TeacherModel(teacher, is_packed, count_flops(teacher.causal_lm))
+
+
+def _load_frozen(folder: Path, config: Config, spreading: Spreading | None, *, own_attention: bool) -> PolicyModel:
+    """A model without gradients, of a folder that has been tried.
 
     Under bfloat16 its linear layers and experts are stored in bfloat16. Autocast rounds them so at every use, so half
-    the memory gives the same bits. The output layer stays in float32, as its product does.
+    the memory gives the same bits. The output layer stays in float32, as a CPU multiplies it.
     """
-    reference = PolicyModel(_load_causal_lm(folder, config), config)
-    for module in reference.causal_lm.base_model.modules():
-        for weight in module.parameters(recurse=False):
-            if isinstance(module, nn.Linear) or weight.ndim == _STACKED:
-                weight.data = weight.data.to(getattr(torch, config.learner.dtype))
-    return reference.eval().requires_grad_(False)
+    attention = OWN_ATTENTION if own_attention else attention_name()
+    causal_lm = _from_pretrained(folder, config, attention, spreading, getattr(torch, config.learner.dtype))
+    return PolicyModel(causal_lm, config).eval().requires_grad_(False)
 
 
-def _load_causal_lm(folder: Path, config: Config) -> PreTrainedModel:
+def _load_causal_lm(folder: Path, config: Config, spreading: Spreading | None) -> PreTrainedModel:
     try:
-        causal_lm = _from_pretrained(folder, config, attention_name())
+        causal_lm = _from_pretrained(folder, config, attention_name(), spreading)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise InputError(
             "model.path",
             f"{folder} does not load as a causal language model ({type(error).__name__}: {error})",
             "Give a folder that `save_pretrained` wrote and that AutoModelForCausalLM loads",
         ) from error
+    whole = spreading.whole if spreading else nullcontext
     try:
-        if reason := use_own_attention(causal_lm):
+        with whole_where_used(causal_lm, whole):
+            reason = use_own_attention(causal_lm)
+        if reason:
             if not has_own_attention(causal_lm):
-                causal_lm = _from_pretrained(folder, config, OWN_ATTENTION)
+                causal_lm = _from_pretrained(folder, config, OWN_ATTENTION, spreading)
             log.info("own_attention", model=type(causal_lm).__name__, reason=reason, effect="rollouts are padded")
-        _refuse_changed_logits(causal_lm, folder)
-        _refuse_lookahead(causal_lm, folder)
+        with whole_where_used(causal_lm, whole):
+            _refuse_changed_logits(causal_lm, folder, whole)
+            _refuse_lookahead(causal_lm, folder)
     except _TRIAL_ERRORS as error:
         raise InputError(
             "model.path",
@@ -159,28 +254,64 @@ def _load_causal_lm(folder: Path, config: Config) -> PreTrainedModel:
     return causal_lm
 
 
-def _from_pretrained(folder: Path, config: Config, attention: str) -> PreTrainedModel:
-    """With this attention, or with the model's own where its code knows a few attentions by name alone."""
+def _from_pretrained(
+    folder: Path,
+    config: Config,
+    attention: str,
+    spreading: Spreading | None,
+    stored: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """With this attention, or with the model's own where its code knows a few attentions by name alone.
+
+    Args:
+        stored: The dtype of the linear layers and experts; every other weight is float32.
+    """
+    facts = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code).get_text_config()
+
+    def keep(module: nn.Module, weight: nn.Parameter) -> None:
+        is_vocabulary = weight.shape[:1] == (facts.vocab_size,)
+        if is_product(module, weight, facts.vocab_size):
+            weight.data = weight.data.to(stored)
+        # Of an embedding and an output layer that may be one, transformers compares the values after the load.
+        if spreading and not (is_vocabulary and getattr(facts, "tie_word_embeddings", False)):
+            spreading.spread([weight])
+
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            experts_implementation=_EXPERTS,
-            trust_remote_code=config.model.trust_remote_code,
-            use_safetensors=None if config.model.allow_pickle else True,
-        )
+        with each_loaded(keep, one_by_one=spreading is not None):
+            causal_lm, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                experts_implementation=EXPERTS,
+                trust_remote_code=config.model.trust_remote_code,
+                use_safetensors=None if config.model.allow_pickle else True,
+                output_loading_info=True,
+            )
     except KeyError as error:
         if error.args != (attention,) or attention == OWN_ATTENTION:
             raise
-    return _from_pretrained(folder, config, OWN_ATTENTION)
+        return _from_pretrained(folder, config, OWN_ATTENTION, spreading, stored)
+    if missing := sorted(report["missing_keys"]):
+        raise InputError("model.path", f"{folder} lacks {len(missing)} weights, such as {missing[0]}", "Copy it again")
+    if spreading:
+        spreading.spread(list(causal_lm.parameters()))
+        causal_lm.to(spreading.device)
+    return causal_lm
+
+
+def is_product(module: nn.Module, weight: nn.Parameter, vocabulary: int) -> bool:
+    """Whether a weight is that of a linear layer or of stacked experts, and has no row for each token."""
+    shape = getattr(weight, "ds_shape", weight.shape)  # of the whole, where a rank has a part
+    return (isinstance(module, nn.Linear) or len(shape) == _STACKED) and shape[:1] != (vocabulary,)
 
 
 @torch.no_grad()
-def _refuse_changed_logits(causal_lm: PreTrainedModel, folder: Path) -> None:
-    token_RS = torch.arange(8).view(1, 8) % causal_lm.config.get_text_config().vocab_size
-    hidden_RSD = hidden_states(causal_lm, token_RS, None)
-    ours, theirs = hidden_RSD @ causal_lm.get_output_embeddings().weight.T, causal_lm(input_ids=token_RS).logits
+def _refuse_changed_logits(causal_lm: PreTrainedModel, folder: Path, whole: Whole) -> None:
+    token_S = torch.arange(8, device=causal_lm.device) % causal_lm.config.get_text_config().vocab_size
+    head_VD = causal_lm.get_output_embeddings().weight
+    hidden_RSD, theirs = hidden_states(causal_lm, token_S[None], None), causal_lm(input_ids=token_S[None]).logits
+    with whole([head_VD]):
+        ours = hidden_RSD @ head_VD.T
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
         raise InputError(
             "model.path",
@@ -192,9 +323,10 @@ def _refuse_changed_logits(causal_lm: PreTrainedModel, folder: Path) -> None:
 @torch.no_grad()
 def _refuse_lookahead(causal_lm: PreTrainedModel, folder: Path) -> None:
     """Rows are padded behind their ends, so padding must change no state before it."""
-    token_S = torch.arange(8) * 5 % causal_lm.config.get_text_config().vocab_size
+    place_S = torch.arange(8, device=causal_lm.device)
+    token_S = place_S * 5 % causal_lm.config.get_text_config().vocab_size
     alone_SD = hidden_states(causal_lm, token_S[None, :5], None)[0]
-    padded_SD = hidden_states(causal_lm, torch.stack([token_S, token_S * (torch.arange(8) < 5)]), None)[1, :5]
+    padded_SD = hidden_states(causal_lm, torch.stack([token_S, token_S * (place_S < 5)]), None)[1, :5]
     if not torch.allclose(alone_SD, padded_SD, rtol=1e-3, atol=1e-3):
         raise InputError(
             "model.path",
@@ -227,4 +359,4 @@ def _experts(module: nn.Module, hidden_ND: Tensor, expert_NK: Tensor, weight_NK:
 
 
 # A dense model ignores it.
-ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts)
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)

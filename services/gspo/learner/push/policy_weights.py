@@ -22,9 +22,24 @@ UpdateKind = Literal["full", "changes"]
 # Far below gRPC's limit for a message. Larger ones are slower (4 MiB: a third of the rate): each copy of one is memory
 # that the allocator takes from the system anew.
 FRAME_BYTES = 2**20
-# Frames that are packed before they are asked for.
-_AHEAD = 4
+# Frames that are packed before they are asked for, each in a thread.
+PACKING_THREADS = 4
 _BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16, torch.float16: torch.uint16}
+
+
+@dataclass(frozen=True)
+class PolicyFacts:
+    """A version without its weights.
+
+    Attributes:
+        num_bytes: Of all tensors.
+    """
+
+    version: int
+    digest: str
+    dtype: str
+    num_tensors: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,11 @@ class PolicyWeights:
     def num_bytes(self) -> int:
         """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.bits.values())
+
+    @property
+    def facts(self) -> PolicyFacts:
+        """The version without its weights."""
+        return PolicyFacts(self.version, self.digest, self.dtype, len(self.bits), self.num_bytes)
 
 
 def weights_from(version: int, tensors: Mapping[str, torch.Tensor]) -> PolicyWeights:
@@ -77,6 +97,10 @@ class WeightUpdate:
 
     Changes are packed in threads while earlier frames are sent, and kept, so that several generators cost one packing.
 
+    Attributes:
+        target: The version that it brings.
+        base_digest: Of the version that the receiver has; empty if it needs every element.
+
     Args:
         base: The version that the receiver has; None if it needs every element.
         frame_bytes: Most bytes of weights in one frame.
@@ -85,7 +109,10 @@ class WeightUpdate:
     def __init__(
         self, policy: PolicyWeights, base: PolicyWeights | None = None, frame_bytes: int = FRAME_BYTES
     ) -> None:
-        self.policy, self.base = policy, base
+        self.target, self.base_digest = policy.facts, base.digest if base else ""
+        # Changes let both go once they are packed.
+        self._policy: PolicyWeights | None = policy
+        self._base = base
         self._runs = [
             (name, slice(start, start + frame_bytes // bits.itemsize))
             for name, bits in policy.bits.items()
@@ -96,7 +123,7 @@ class WeightUpdate:
     @property
     def kind(self) -> UpdateKind:
         """Whether it has every element, or changes to its base."""
-        return "changes" if self.base else "full"
+        return "changes" if self.base_digest else "full"
 
     def header(self, run: str, epoch: int, learner: str) -> PushHeader:
         """Its header, from a learner of this epoch of a run."""
@@ -104,24 +131,39 @@ class WeightUpdate:
             run=run,
             epoch=epoch,
             learner=learner,
-            version=self.policy.version,
-            digest=self.policy.digest,
-            base_digest=self.base.digest if self.base else "",
-            dtype=self.policy.dtype,
-            num_tensors=len(self.policy.bits),
-            num_bytes=self.policy.num_bytes,
+            version=self.target.version,
+            digest=self.target.digest,
+            base_digest=self.base_digest,
+            dtype=self.target.dtype,
+            num_tensors=self.target.num_tensors,
+            num_bytes=self.target.num_bytes,
         )
 
-    async def __aiter__(self) -> AsyncIterator[WeightFrame]:
-        if self.base is None:
-            for name, run in self._runs:
-                # To copy so little takes less time than to hand it to a thread.
-                yield _whole(name, run, self.policy.bits[name].reshape(-1)[run])
-            return
+    async def pack(self) -> int:
+        """Pack all changes, and let both policies go: from now on only the packed frames are kept.
+
+        Returns:
+            The bytes of the frames.
+        """
+        num_bytes = sum([frame.ByteSize() async for frame in self._changes()])
+        self._policy = self._base = None
+        return num_bytes
+
+    def __aiter__(self) -> AsyncIterator[WeightFrame]:
+        if self.base_digest or self._policy is None:
+            return self._changes()
+        return self._elements(self._policy)
+
+    async def _elements(self, policy: PolicyWeights) -> AsyncIterator[WeightFrame]:
+        for name, run in self._runs:
+            # To copy so little takes less time than to hand it to a thread.
+            yield _whole(name, run, policy.bits[name].reshape(-1)[run])
+
+    async def _changes(self) -> AsyncIterator[WeightFrame]:
         for number in range(len(self._runs)):
-            for ahead in range(number, min(number + _AHEAD, len(self._runs))):
-                if ahead not in self._packed:
-                    packing = asyncio.to_thread(self._pack, self.base, *self._runs[ahead])
+            for ahead in range(number, min(number + PACKING_THREADS, len(self._runs))):
+                if ahead not in self._packed and self._policy and self._base:
+                    packing = asyncio.to_thread(_packed_run, self._policy, self._base, *self._runs[ahead])
                     self._packed[ahead] = asyncio.ensure_future(packing)
                     self._packed[ahead].add_done_callback(_ignore_result)
             # Another push may wait for the same frame when this one is cancelled.
@@ -129,17 +171,18 @@ class WeightUpdate:
             if frame is not None:
                 yield frame
 
-    def _pack(self, base: PolicyWeights, name: str, run: slice) -> WeightFrame | None:
-        """The changes in a run, or all of it if that is less; None without a change."""
-        new = self.policy.bits[name].reshape(-1)[run]
-        packed = pack_changes(new, base.bits[name].reshape(-1)[run])
-        if not packed.num_listed:
-            return None
-        if len(packed.data) >= new.nbytes:
-            return _whole(name, run, new)
-        frame = _frame(name, run, new)
-        frame.tensor.changes.num_listed, frame.tensor.changes.packed = packed
-        return frame
+
+def _packed_run(policy: PolicyWeights, base: PolicyWeights, name: str, run: slice) -> WeightFrame | None:
+    """The changes in a run, or all of it if that is less; None without a change."""
+    new = policy.bits[name].reshape(-1)[run]
+    packed = pack_changes(new, base.bits[name].reshape(-1)[run])
+    if not packed.num_listed:
+        return None
+    if len(packed.data) >= new.nbytes:
+        return _whole(name, run, new)
+    frame = _frame(name, run, new)
+    frame.tensor.changes.num_listed, frame.tensor.changes.packed = packed
+    return frame
 
 
 def _ignore_result(packed: asyncio.Future[WeightFrame | None]) -> None:

@@ -1,7 +1,8 @@
 """Keeps every registered generator at the newest policy version: a reconciliation loop, not a broadcast.
 
-A generator that is behind gets changes where it holds the version before, and every element otherwise. A push that
-fails or is late concerns that generator alone; after three failures it is out until it has caught up.
+A generator that is behind gets changes if it holds one of the versions before, and every element otherwise. A push
+that fails or is late concerns that generator alone; after three failures it is out until it has caught up. On shared
+cards nothing is pushed in the learner's shift, and a generator that sleeps gets a push also of the version that it has.
 consumes: published versions, heartbeats. produces: PushWeights calls, which generation/servicer.py answers, and a
 call-back when a version is live.
 waits for: a new version, a generator that is behind.
@@ -12,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -29,8 +29,10 @@ from gspo.common.streams.instances import list_instances
 from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.common.weights import TimeLimit
-from gspo.learner.push.policy_weights import PolicyWeights, UpdateKind, WeightUpdate
+from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
+from gspo.learner.push.policy_weights import PolicyFacts, PolicyWeights, UpdateKind, WeightUpdate
 from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica, PushFailedError
+from gspo.learner.push.shifts import LearnerShifts
 from gspo_proto.generation_pb2 import PushResult
 from gspo_proto.rollout_pb2 import VersionLive
 
@@ -56,15 +58,26 @@ class Publisher:
     Args:
         epoch: Of this learner; generators refuse a lower one than they have seen.
         on_live: Awaited for the first generator that serves a version.
+        shifts: On shared cards, this learner's.
     """
 
-    def __init__(self, service: Service, epoch: int, on_live: Callable[[VersionLive], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        epoch: int,
+        on_live: Callable[[VersionLive], Awaitable[None]],
+        shifts: LearnerShifts | None = None,
+    ) -> None:
         self._service, self._epoch, self._on_live = service, epoch, on_live
+        self._shifts = shifts or LearnerShifts(service, epoch)
         # Distinguishes two learners of one epoch, in two run directories of one name.
-        self._learner = uuid.uuid4().hex[:12]
-        # The newest version, for generators without it and for those with the version before.
+        self._learner = service.uid
+        # The newest version with every element, and the changes that made it and those before it.
+        self._newest: PolicyWeights | None = None
         self._full: WeightUpdate | None = None
-        self._changes: WeightUpdate | None = None
+        self._chain = ChangeChain(service.config.staleness.max_lag + 1)
+        # No change at all, for generators that sleep with the newest version.
+        self._repeat: WeightUpdate | None = None
         self._published_s = 0.0
         self._replicas: dict[str, GeneratorReplica] = {}
         self._queue = SendQueue(service.config.generation.push_timeout_s)
@@ -72,15 +85,32 @@ class Publisher:
         self.live_version, self.live_unix_s = -1, 0.0
 
     def publish(self, policy: PolicyWeights) -> None:
-        """Make a version the newest; the one before stays as the base of changes."""
-        self._changes = WeightUpdate(policy, self._full.policy) if self._full else None
-        self._full = WeightUpdate(policy)
+        """Make a version the newest; the one before stays until the changes from it are packed."""
+        if self._newest is not None:
+            self._chain.add(WeightUpdate(policy, self._newest))
+        self._newest, self._full, self._repeat = policy, WeightUpdate(policy), WeightUpdate(policy, policy)
         self._published_s = time.monotonic()
+        self.wake()
+
+    def wake(self) -> None:
+        """Look at the generators now."""
         self._woken.set()
+
+    async def wait_until_packed(self) -> None:
+        """Wait until the newest version is the only one that is kept whole."""
+        await self._chain.wait_until_packed()
 
     def describe(self) -> list[dict[str, Any]]:
         """Every registered generator: state, version, and why it is behind or out."""
         return [replica.describe(waiting=uid in self._queue.waiting) for uid, replica in self._replicas.items()]
+
+    @property
+    def generator_cards(self) -> dict[str, str]:
+        """The cards of all registered generators -> their kinds; none on CPUs."""
+        cards: dict[str, str] = {}
+        for replica in self._replicas.values():
+            cards |= replica.instance.facts.get("cards", {})
+        return cards
 
     def problem(self) -> str:
         """Why no generator samples under weights that this learner pushed; empty while one may."""
@@ -94,7 +124,7 @@ class Publisher:
     @property
     def push_limit_s(self) -> float:
         """Longest that a push of the newest version to a generator without any of it may take."""
-        return self._queue.limit_s("full", self._full.policy.num_bytes if self._full else 0)
+        return self._queue.limit_s("full", self._full.target.num_bytes if self._full else 0)
 
     async def run(self) -> None:
         """Reconcile until cancelled.
@@ -105,6 +135,7 @@ class Publisher:
         try:
             while True:
                 self._woken.clear()
+                self._chain.forget_packed()
                 await self._refresh_replicas()
                 for replica in self._replicas.values():
                     await self._reconcile(replica)
@@ -113,6 +144,7 @@ class Publisher:
                     metrics.GENERATORS.labels(state).set(states[state])
                 await wait_until_set(self._woken, _RECONCILE_EVERY_S)
         finally:
+            self._chain.close()
             for replica in self._replicas.values():
                 await replica.close()
 
@@ -137,21 +169,30 @@ class Publisher:
             pushing, replica.pushing = replica.pushing, None
             pushing.result()
         update = self._update_for(replica)
-        if update is None:
+        if update is None or self._shifts.has_cards:
             return
-        if replica.serves(update.policy):
-            await self._note_served(replica, update.policy, PushResult(), num_bytes=0)
+        if self._has(replica, update.target):
+            await self._note_served(replica, update.target, PushResult(), num_bytes=0)
             return
         replica.fall_behind()
         if replica.idle:
             replica.pushing = asyncio.create_task(self._push(replica))
             replica.pushing.add_done_callback(lambda _: self._woken.set())
 
-    def _update_for(self, replica: GeneratorReplica) -> WeightUpdate | None:
-        """The newest version as changes, where a generator holds the one before; else in full."""
-        if self._changes and self._changes.base and self._changes.base.digest == replica.digest:
-            return self._changes
-        return self._full
+    def _has(self, replica: GeneratorReplica, policy: PolicyFacts) -> bool:
+        """Whether a generator serves this version, and does not only keep it in its sleep."""
+        return replica.serves(policy) and replica.instance.uid not in self._shifts.asleep
+
+    def _note_awake(self, replica: GeneratorReplica) -> None:
+        """A generator has woken; in the learner's shift this is old news, for it was put to sleep after that."""
+        if not self._shifts.has_cards:
+            self._shifts.asleep.discard(replica.instance.uid)
+
+    def _update_for(self, replica: GeneratorReplica) -> WeightUpdate | ChainedChanges | None:
+        """The newest version as changes, if a generator holds a version whose changes are kept; else in full."""
+        if self._repeat and replica.serves(self._repeat.target):
+            return self._repeat
+        return self._chain.update_from(replica.digest) or self._full
 
     async def _push(self, replica: GeneratorReplica) -> None:
         """Bring a generator to the version that is the newest when its push gets a slot."""
@@ -159,27 +200,35 @@ class Publisher:
         if replica.num_failures and (problem := await self._refresh(replica)):
             replica.fail(problem)
             return
-        kind: UpdateKind = "changes" if self._update_for(replica) is self._changes else "full"
+        update = self._update_for(replica)
+        kind: UpdateKind = update.kind if update else "full"
         async with self._queue.send_slot(kind, replica.instance.uid) as release_slot:
             update = self._update_for(replica)
-            if update is None or update.kind != kind or replica.serves(update.policy):
+            if update is None or update.kind != kind or self._has(replica, update.target) or self._shifts.has_cards:
                 return  # While it waited, another push became due, or none: the next look begins it.
-            began_s, num_bytes = time.monotonic(), update.policy.num_bytes
+            target, base_digest = update.target, update.base_digest
+            began_s, num_bytes = time.monotonic(), target.num_bytes
             limit_s = self._queue.limit_s(kind, num_bytes, replica.num_failures)
             header = update.header(self._service.config.name, self._epoch, self._learner)
+            frames = aiter(update)
+            # While the generator loads, nothing here may keep the memory of a version that is no longer the newest.
+            del update
             try:
-                result, num_sent = await replica.push(header, update, limit_s=limit_s, on_sent=release_slot)
+                result, num_sent = await replica.push(header, frames, limit_s=limit_s, on_sent=release_slot)
             except PushFailedError as failure:
-                await self._note_failure(replica, update, failure)
+                await self._note_failure(replica, target, base_digest, failure)
                 return
+        self._note_awake(replica)
         duration_s = time.monotonic() - began_s
         self._queue.limits[kind].record(num_bytes, duration_s)
         token_accepted_by(self._service, replica.name)
         metrics.PUSH_SECONDS.labels(kind).observe(duration_s)
         metrics.PUSH_BYTES.labels(kind).inc(num_sent)
-        await self._note_served(replica, update.policy, result, num_sent)
+        await self._note_served(replica, target, result, num_sent)
 
-    async def _note_failure(self, replica: GeneratorReplica, update: WeightUpdate, failure: PushFailedError) -> None:
+    async def _note_failure(
+        self, replica: GeneratorReplica, target: PolicyFacts, base_digest: str, failure: PushFailedError
+    ) -> None:
         """Ask the generator for its version: its answer may have been lost, or it is another process by now."""
         reason = str(failure)
         metrics.PUSH_FAILURES.labels(failure.status.name.lower()).inc()
@@ -187,12 +236,12 @@ class Publisher:
             token_rejected_by(self._service, replica.name)
             replica.fail(reason)
             return
-        log.warning("push_failed", generator=replica.name, version=update.policy.version, reason=reason)
+        log.warning("push_failed", generator=replica.name, version=target.version, reason=reason)
         await self._refresh(replica)
-        if replica.serves(update.policy):
+        if self._has(replica, target):
             return  # It took the version, and only its answer was lost.
-        if update.base and replica.digest != update.base.digest:
-            return  # It has lost the version that the changes are to: a whole push is due at once.
+        if base_digest and replica.digest != base_digest:
+            return  # It has lost the version that the changes are to: another push is due at once.
         if replica.fail(reason):
             log.error("generator_out", generator=replica.name, num_failures=replica.num_failures, reason=reason)
 
@@ -207,6 +256,8 @@ class Publisher:
         except PushFailedError as failure:
             log.warning("generator_silent", generator=replica.name, status=failure.status.name)
             return str(failure)
+        if not description.asleep:
+            self._note_awake(replica)
         epoch, learner = description.epoch, description.learner
         if epoch > self._epoch or (epoch == self._epoch and learner != self._learner):
             raise InputError(
@@ -218,17 +269,17 @@ class Publisher:
         return ""
 
     async def _note_served(
-        self, replica: GeneratorReplica, policy: PolicyWeights, result: PushResult, num_bytes: int
+        self, replica: GeneratorReplica, target: PolicyFacts, result: PushResult, num_bytes: int
     ) -> None:
         """A generator serves a version."""
-        if self._full and policy is self._full.policy and replica.catch_up():
-            log.info("generator_returned", generator=replica.name, version=policy.version)
-        if policy.version <= self.live_version:
+        if self._full and target == self._full.target and replica.catch_up():
+            log.info("generator_returned", generator=replica.name, version=target.version)
+        if target.version <= self.live_version:
             return
-        self.live_version, self.live_unix_s = policy.version, time.time()
+        self.live_version, self.live_unix_s = target.version, time.time()
         live = VersionLive(
-            version=policy.version,
-            digest=policy.digest,
+            version=target.version,
+            digest=target.digest,
             generators=[replica.instance.name],
             push_s=time.monotonic() - self._published_s,
             stall_s=result.pause_s + result.load_s + result.resume_s,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import grpc
 
 from gspo.common.network.grpc_server import ADMITTED
 from gspo.common.streams.instances import Instance
-from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
+from gspo.learner.push.policy_weights import PolicyFacts
 from gspo_proto.generation_pb2 import DescribeRequest, GeneratorDescription, PushHeader, PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
 
@@ -66,9 +66,9 @@ class GeneratorReplica:
         """Its name in the run and its address: replicas may share a name."""
         return f"{self.instance.name} ({self.instance.grpc})"
 
-    def serves(self, policy: PolicyWeights) -> bool:
+    def serves(self, target: PolicyFacts) -> bool:
         """Whether it serves this version."""
-        return (self.version, self.digest) == (policy.version, policy.digest)
+        return (self.version, self.digest) == (target.version, target.digest)
 
     @property
     def state(self) -> State:
@@ -97,7 +97,7 @@ class GeneratorReplica:
         return description
 
     async def push(
-        self, header: PushHeader, update: WeightUpdate, *, limit_s: float, on_sent: Callable[[], None]
+        self, header: PushHeader, frames: AsyncIterator[WeightFrame], *, limit_s: float, on_sent: Callable[[], None]
     ) -> tuple[PushResult, int]:
         """Send a version within `limit_s`; the generator's answer, and the bytes of the frames.
 
@@ -111,7 +111,7 @@ class GeneratorReplica:
             call = GenerationStub(self._channel).PushWeights(timeout=limit_s, metadata=self._metadata)
             try:
                 try:
-                    num_bytes = await _transmit(call, header, update)
+                    num_bytes = await _transmit(call, header, frames)
                 finally:
                     on_sent()
                 result: PushResult = await call
@@ -171,12 +171,12 @@ def _push_failures() -> Iterator[None]:
         raise PushFailedError(error.code(), error.details() or "") from error
 
 
-async def _transmit(call: Any, header: PushHeader, update: WeightUpdate) -> int:
+async def _transmit(call: Any, header: PushHeader, frames: AsyncIterator[WeightFrame]) -> int:
     """Write header and frames; how many bytes the frames are. If the call has ended, its answer has the reason."""
     num_bytes = 0
     with contextlib.suppress(asyncio.InvalidStateError):
         if await _is_admitted(call, header):
-            async for frame in update:
+            async for frame in frames:
                 num_bytes += frame.ByteSize()
                 await call.write(frame)
             await call.done_writing()

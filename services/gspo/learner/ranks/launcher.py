@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED
+from gspo.common.service.module_command import module_command
 
 _PR_SET_PDEATHSIG = 1
 
@@ -65,8 +66,9 @@ def launch(config: Config, arguments: Sequence[str]) -> int:
         str(learner.ranks),
         "--max-restarts",
         "0",
-        "-m",
-        "gspo.learner",
+        # torchrun's own -m would put the working directory on sys.path.
+        "--no-python",
+        *module_command("gspo.learner"),
         *arguments,
     ]
     try:

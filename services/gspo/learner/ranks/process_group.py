@@ -23,6 +23,9 @@ _LOOPBACKS = ("lo", "lo0")
 # Words of the libraries' messages about other ranks; torch has no class for gloo's.
 _PEER_ERRORS = ("gloo", "nccl", "connection closed", "timed out", "connection reset", "broken pipe")
 
+# Of gather_bytes.
+_LONGEST_MESSAGE = 512
+
 
 class RanksError(RuntimeError):
     """Another rank has ended, or did not answer in time."""
@@ -83,10 +86,21 @@ def sum_stats(stats: Stats, device: torch.device) -> Stats:
         return stats
     summed = {}
     for key in sorted(stats):
-        summed[key] = stats[key].to(device)
+        summed[key] = stats[key].to(device, copy=True)  # a tensor may have several names
         kind = distributed.ReduceOp.MAX if key.endswith(".max") else distributed.ReduceOp.SUM
         distributed.all_reduce(summed[key], kind)
     return summed
+
+
+def gather_bytes(message: bytes, device: torch.device) -> list[bytes]:
+    """The short message of every rank, in their order. `device` is that of the ranks' backend."""
+    if distributed.get_world_size() == 1:
+        return [message]
+    own = torch.zeros(_LONGEST_MESSAGE, dtype=torch.uint8)
+    own[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    gathered = [torch.empty_like(own, device=device) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(gathered, own.to(device))
+    return [part.cpu().numpy().tobytes().rstrip(b"\0") for part in gathered]
 
 
 class RankBroadcast:

@@ -41,7 +41,7 @@ class BestVersion:
     @property
     def version(self) -> int | None:
         """The best version so far, the earliest of several; None before the first score."""
-        best = best_of(self._scores.items())
+        best = best_of(self._scores)
         return None if best is None else best[0]
 
     def save_candidate(self, version: int, write: Callable[[Path], None]) -> None:

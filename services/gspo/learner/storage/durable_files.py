@@ -20,7 +20,7 @@ import structlog
 from safetensors import SafetensorError
 
 from gspo.common.host.durable_write import TEMPORARY, fsync
-from gspo.common.telemetry.activity import Activity
+from gspo.common.telemetry.activity import Activity, Kind
 from gspo.runlog.run_log import Record, read_own_records
 
 T = TypeVar("T")
@@ -29,6 +29,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Libraries that write tensors hide the system's error: then the free space decides.
 _FULL_BELOW_BYTES = 1 << 20
+_DISK_WAIT: tuple[Kind, str] = ("waiting", "disk")
 log = structlog.get_logger()
 
 
@@ -91,13 +92,15 @@ class DiskSpace:
                         "disk_full", reason=f"the disk has no space for {subject}", where=str(where), error=str(error)
                     )
                 free = f"{_free_bytes(where) / 2**20:.1f} MiB are free under {where}"
-                activity.set("waiting", "disk", f"to have free space for {subject}: {free}")
+                activity.set(*_DISK_WAIT, f"to have free space for {subject}: {free}")
                 self._pause.wait(pause_s)
                 # A checkpoint writes much before it fails.
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         if before is not None and self._activity is not None:
             log.warning("disk_space_freed", written=subject, where=str(where))
-            self._activity.set(*before)
+            # A write beside training waits beside other activities; the present one of those stays.
+            if (self._activity.kind, self._activity.what) == _DISK_WAIT:
+                self._activity.set(*before)
         return result
 
 
@@ -105,6 +108,9 @@ def _is_full(error: BaseException, where: Path) -> bool:
     """Whether an error means that the disk of a path is full."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _FULL
+    # safetensors gives the system's error as text, and removes its unfinished file: then there is space again.
+    if any(f"(os error {number})" in str(error) for number in _FULL):
+        return True
     return _free_bytes(where) < _FULL_BELOW_BYTES
 
 
@@ -126,6 +132,8 @@ class JsonLines:
 
     def __init__(self, path: Path, disk: DiskSpace | None = None) -> None:
         self.path, self._disk = path, disk or DiskSpace()
+        # Settlements come from the intake, and from the removal of steps beside training.
+        self._lock = threading.Lock()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         fsync(path.parent)
         data = path.read_bytes()
@@ -157,11 +165,12 @@ class JsonLines:
 
     def _write_whole(self, data: bytes) -> None:
         """Write all of it, or nothing: a part of a line would corrupt the next one."""
-        before = os.fstat(self._descriptor).st_size
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-            os.fsync(self._descriptor)
-        except OSError:
-            os.ftruncate(self._descriptor, before)
-            raise
+        with self._lock:
+            before = os.fstat(self._descriptor).st_size
+            try:
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+                os.fsync(self._descriptor)
+            except OSError:
+                os.ftruncate(self._descriptor, before)
+                raise

@@ -33,6 +33,7 @@ from gspo.runlog.run_log import (
     SettledRecord,
     StepRecord,
     VersionRecord,
+    version_scores,
 )
 from gspo_proto.rollout_pb2 import EvaluationDone
 
@@ -64,8 +65,8 @@ class RunDir:
         settlements: How groups have ended.
         versions: The newest record of each policy version.
         evaluations: Label of each recorded evaluation -> its number of prompts, in the order of recording.
-        scores: Version -> its score in evaluation.keep_best, of the versions that have one.
         trained_s: Seconds that the recorded steps took before it was opened.
+        mismatch_step: The last of them that measured the mismatch with the engines.
 
     Raises:
         InputError: Another learner holds the directory, or it cannot be written.
@@ -92,13 +93,14 @@ class RunDir:
             self.versions = {v.version: v for v in self._lines[VERSIONS].records(PolicyVersion.model_validate)}
             steps = self._lines[METRICS].records(StepRecord.model_validate)
             self._measured_steps = {record.step for record in steps}
+            self.mismatch_step = max((step.step for step in steps if "sigma_token" in step.figures), default=None)
             self.trained_s = sum(record.figures.get("step_s", 0.0) for record in steps)
             self._not_applied = set(self._lines[NOT_APPLIED].records(lambda line: (line["step"], line["update"])))
             self.evaluations: dict[str, float] = {}
-            self.scores: dict[int, float] = {}
+            self._scores: list[tuple[int, str, float | None]] = []
             evaluations = self._lines[EVALUATIONS].records(lambda line: (line["label"], EvaluationRecord(**line)))
             for label, record in evaluations:
-                self._note_evaluation(label, record.version, record.figures, record.score)
+                self._note_evaluation(label, record)
             self._open_files = files.pop_all()
 
     def __enter__(self) -> Self:
@@ -202,7 +204,11 @@ class RunDir:
         record = {"label": label, "version": done.version, "step": done.step, "unix_s": time.time()}
         record |= {"file": done.file, "score": score, "figures": finite_or_null(figures)}
         self._lines[EVALUATIONS].append([record])
-        self._note_evaluation(label, done.version, figures, score)
+        self._note_evaluation(label, EvaluationRecord.model_validate(record))
+
+    def scores(self, weights: Mapping[str, float]) -> dict[int, float]:
+        """The score of each measured version in evaluation.keep_best, by the weights of the held-out files."""
+        return version_scores(self._scores, weights)
 
     def prune(self, *, keep_checkpoints: int, keep_log_steps: int | None) -> None:
         """Remove checkpoints and step files beyond the numbers to keep.
@@ -253,11 +259,9 @@ class RunDir:
                 settlements.add(group, GroupEnding.TRAINED)
         return settlements
 
-    def _note_evaluation(self, label: str, version: int, figures: Mapping[str, float], score: float | None) -> None:
-        self.evaluations[label] = _num_prompts(figures)
-        if score is not None:
-            # A version's first score counts: by it the version was kept or removed.
-            self.scores.setdefault(version, score)
+    def _note_evaluation(self, label: str, record: EvaluationRecord) -> None:
+        self.evaluations[label] = _num_prompts(record.figures)
+        self._scores.append((record.version, record.file, record.score))
 
 
 def _take_lock(path: Path) -> int:

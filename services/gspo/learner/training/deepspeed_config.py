@@ -82,7 +82,7 @@ _ZERO = {
 }
 # Why a known key is refused.
 _REFUSED = {
-    "sequence_parallel_size": "no rank takes a part of a sequence: a rollout fits into learner.micro_batch_tokens",
+    "sequence_parallel_size": "ranks share packed lines by our own exchange; set learner.sequence_ranks",
     "tensor_parallel": "no layer is split over the ranks; learner.zero_stage 3 spreads weights",
     "autotp_size": "no layer is split over the ranks; learner.zero_stage 3 spreads weights",
     "expert_parallel": "no expert has a rank of its own; learner.zero_stage 3 spreads weights",
@@ -100,7 +100,7 @@ _REFUSED = {
     "csv_monitor": "figures come from the step log, log/metrics.jsonl",
     "comet": "figures come from the step log; set tracking",
     "zero_allow_untested_optimizer": "the optimizer is torch's AdamW, which needs no permission",
-    "seq_parallel_communication_data_type": "no rank takes a part of a sequence",
+    "seq_parallel_communication_data_type": "ranks exchange heads in learner.dtype",
     "dataloader_drop_last": "batches come from the rollouts, not from a data loader",
     "data_efficiency": "batches come from the rollouts, not from a data loader",
     "curriculum_learning": "batches come from the rollouts, not from a data loader",
@@ -111,7 +111,7 @@ _REFUSED = {
     "compression_training": "the policy is trained whole",
     "progressive_layer_drop": "the policy is trained whole",
     "zero_optimization.compute_grad_norm": "every step reports its gradient norm",
-    "zero_optimization.elastic_checkpoint": "a checkpoint under ZeRO is for the number of ranks that wrote it",
+    "zero_optimization.elastic_checkpoint": "any number of ranks resumes any checkpoint",
     "zero_optimization.load_from_fp32_weights": "a checkpoint is loaded with its float32 weights",
     "zero_optimization.zenflow": "the optimizer is torch's AdamW",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizer is torch's AdamW",

@@ -1,13 +1,14 @@
 """The mismatch between generators and learner at equal weights, also if a step has no token of the newest version.
 
 With a lag, a step trains on samples of an earlier version. Against newer weights their log-probs differ by drift and
-noise together. So the learner keeps the weights of a version until its rollouts come, and scores a few of them under
-these weights: the remaining difference is noise.
+noise together. So now and then the learner keeps the weights of a version until its rollouts come, and scores a few of
+them under these weights: the remaining difference is noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -34,34 +35,55 @@ def mismatch_of_step(logp_BT: Tensor, batch: StepBatch, mask_BT: Tensor) -> Stat
 
 
 class MismatchProbe:
-    """Keeps the trained parameters of one version, in the host memory of rank zero, and measures the mismatch there.
+    """Keeps the trained weights of one version in host memory, and measures the mismatch there.
+
+    Float32 ones: a rounded copy would bring back another policy. Ranks with parts of the weights keep these, and
+    exchange nothing.
+
+    It does so where `every` steps have passed without a measurement. Tokens of the present version are measured
+    without it, by the first forward pass at these weights.
+
+    Attributes:
+        seconds: Time of the last call of `measure`.
 
     Args:
-        parameters: Of the model; those that are not trained never change.
-        whole: Gathers parameters that are spread over the ranks for a block. At its end the values of the rank
-            `changed_by`, if one is named, are those of all ranks.
+        kept: The tensors of which this rank keeps a version, on any device.
+        change: A block in which every rank may change these; after it all ranks compute with them.
         score: Log-probs [B, T] of some rollouts of a step at the model's present weights.
+        every: Steps between two measurements; 0 for none.
     """
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
-        whole: Callable[..., AbstractContextManager[None]],
+        kept: Callable[[], Sequence[Tensor]],
+        change: Callable[[], AbstractContextManager[None]],
         score: Callable[[StepBatch, Sequence[int]], Tensor],
+        every: int,
     ) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._whole, self._score = whole, score
-        self._is_first = distributed.get_rank() == 0
+        self._tensors, self._change, self._score, self._every = kept, change, score, every
         self._version: int | None = None
         self._kept: list[Tensor] = []
+        self._due_step = 0
+        self.seconds = 0.0
 
     def measure(self, step: int, batch: StepBatch) -> Stats:
-        """The mismatch at the kept version, once its tokens have come; empty if a token is of the present one.
+        """The mismatch at the kept version, once its tokens have come; empty if no measurement is due, or not here.
 
-        During the measurement the model has the kept weights. After it the model has its own again, to the bit, and
-        these are the kept ones.
+        During the measurement the model has the kept weights. After it the model has its own again, to the bit.
         """
+        began = time.monotonic()
+        try:
+            return self._measure(step, batch)
+        finally:
+            self.seconds = time.monotonic() - began
+
+    def _measure(self, step: int, batch: StepBatch) -> Stats:
+        if not self._every:
+            return {}
         if bool(fresh_tokens(step, batch).any()):
+            self._note_measured(step)
+            return {}
+        if step < self._due_step:
             return {}
         if self._version is None or self._version < int(batch.version_BT[batch.mask_BT].min()):
             self._keep(step - 1)
@@ -74,24 +96,24 @@ class MismatchProbe:
             logp_BT = self._score(batch, rows)
         finally:
             self._each(Tensor.copy_)
-            self._version = step - 1
+        self._note_measured(step)
         return mismatch_of_step(logp_BT, batch, mask_BT)
+
+    def _note_measured(self, step: int) -> None:
+        """The next measurement is due later; until then no weights are kept."""
+        self._due_step, self._version, self._kept = step + self._every, None, []
 
     @torch.no_grad()
     def _keep(self, version: int) -> None:
-        self._kept = []
-        for parameter in self._parameters:
-            with self._whole([parameter]):
-                if self._is_first:
-                    self._kept.append(parameter.detach().to("cpu", copy=True))
+        self._kept = []  # before the next copies, so that there is one version at a time
+        self._kept = [tensor.to("cpu", copy=True) for tensor in self._tensors()]
         self._version = version
 
     @torch.no_grad()
     def _each(self, move: Callable[[Tensor, Tensor], object]) -> None:
-        for number, parameter in enumerate(self._parameters):
-            with self._whole([parameter], changed_by=0):
-                if self._is_first:
-                    move(parameter.data, self._kept[number])
+        with self._change():
+            for tensor, kept in zip(self._tensors(), self._kept, strict=True):
+                move(tensor, kept)
 
 
 def _swap(here: Tensor, kept: Tensor) -> None:

@@ -8,31 +8,56 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, distributed
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.durable_write import fsync
+from gspo.common.host.durable_write import replace_file
 from gspo.common.host.machine import generators_per_gpu, visible_gpus
+from gspo.common.host.process_tuning import return_freed_memory
+from gspo.common.model.teacher_files import teacher_folder
 from gspo.learner.model.named_weights import checkpoint_tensors, export_model
-from gspo.learner.model.network import can_be_packed, load_policy_model, load_reference_model
+from gspo.learner.model.network import (
+    PolicyModel,
+    TeacherModel,
+    can_be_packed,
+    load_policy_model,
+    load_reference_model,
+    load_teacher_model,
+)
+from gspo.learner.model.rounded_weights import rounded_weights
+from gspo.learner.model.routing_replay import Routers
+from gspo.learner.model.spread_weights import Spreading, whole_where_used
+from gspo.learner.push.host_copies import HostCopies
 from gspo.learner.ranks.launcher import cores_per_rank, num_local_ranks
-from gspo.learner.ranks.process_group import join, set_deadlines
+from gspo.learner.ranks.process_group import join, set_deadlines, sum_over_ranks
+from gspo.learner.ranks.sequence_ranks import SequenceRanks
+from gspo.learner.storage.checkpoint_parts import RankPart
+from gspo.learner.storage.training_states import StatesFile, WeightRange, WrittenStates, copy_shares
 from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import own_fraction
+from gspo.learner.training.host_states import HostStates
+from gspo.learner.training.rank_cards import gather_cards
 from gspo.learner.training.trainer_api import Hyperparameters
 
-_TAG = "engine"
-_STATE, _RANKS = "caller.json", "num_ranks"
+# DeepSpeed's configuration of a frozen model, where its weights are spread.
+_FROZEN = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+_STATE = "caller.json"
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
+# In the names of the modules that turn positions into angles.
+_ROTARY = "Rotary"
 
 
 class PolicyEngine:
@@ -44,24 +69,48 @@ class PolicyEngine:
         torch.set_num_threads(self._threads)
         self._device = _join(config)
         self._rank, self._num_ranks = distributed.get_rank(), distributed.get_world_size()
-        self._model = load_policy_model(model_folder, config).to(self._device)
-        self._packing = config.learner.packing and can_be_packed(self._model.causal_lm)
-        self._engine = self._start_engine()
-        self._reference_model = self._start_reference()
+        with return_freed_memory():
+            spreading = self._spreading(engine_config(config)) if self._is_spread else None
+            self._model = load_policy_model(model_folder, config, spreading).to(self._device)
+            self._sequence_ranks = _share_lines(config)
+            self._model.ranks = self._sequence_ranks
+            with whole_where_used(self._model.causal_lm, self._whole):
+                self._packing = config.learner.packing and can_be_packed(self._model.causal_lm, self._sequence_ranks)
+                replays = config.algorithm.routing_replay == "learner"
+                self._routers = Routers(self._model.causal_lm) if replays else None
+            self._refuse_padded_lines(self._model, is_packed=self._packing)
+            rounded = self._rounded_weights()
+            self._engine = self._start_engine()
+            self._gather_rounded(rounded)
+            self._reference_model = self._start_reference()
+            self._teacher = self._start_teacher()
+        frozen = [self._reference_model, self._teacher and self._teacher.model]
+        self._states = HostStates([self._engine, *frozen], self._device)
+        self._copies = HostCopies(self._device, getattr(torch, config.generation.dtype))
+        # Each rank's card -> its peak flop/s, or None where it is unknown.
+        self.cards = gather_cards(
+            self._device, getattr(torch, config.learner.dtype), self._threads, int(os.environ["LOCAL_RANK"])
+        )
         set_deadlines(config.learner.rank_timeout_s)
+        # Last: the trials at the start compare two ways to attend, and TF32 would blur them.
+        _allow_tf32(config, self._device, [self._model, *frozen])
 
-    def policy(self) -> dict[str, Tensor]:
-        """The weights in the generators' dtype, by checkpoint names, tied ones once: contiguous CPU copies.
+    def policy(self, *, is_reused: bool = False) -> dict[str, Tensor]:
+        """The weights in the generators' dtype, by checkpoint names, tied ones once: contiguous copies in host memory.
 
-        Empty on every rank but rank zero. The ranks gather one weight at a time, so that no rank's device ever holds
+        Empty on every rank but rank zero. The ranks gather one layer at a time, so that no rank's device ever holds
         the whole policy.
+
+        Args:
+            is_reused: Whether the memory is kept for a later call, once nothing refers to it any more.
         """
         return checkpoint_tensors(
             self._model.causal_lm,
-            getattr(torch, self._config.generation.dtype),
+            self._copies,
             self._model.adapters,
             whole=self._whole,
             kept=self._rank == 0,
+            is_reused=is_reused,
         )
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
@@ -69,39 +118,43 @@ class PolicyEngine:
 
         Learning rate and random numbers are functions of the step number, and need no state.
         """
-        # Under LoRA the frozen weights are in the model folder.
-        self._engine.save_checkpoint(
-            str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._model.adapters is not None
-        )
-        if self._rank == 0:
-            (folder / _STATE).write_text(json.dumps({_RANKS: self._num_ranks, "caller": dict(state)}))
-        # On a shared disk only the host that wrote a file can make sure of it.
-        for file in folder.rglob("*"):
-            fsync(file)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in self._copied_files():
+            file.write(folder)
+        self._write_caller(folder, state)
         distributed.barrier()
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Continue from a checkpoint of `save`; returns the caller's state.
+    def begin_save(self, folder: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Copy this rank's part of a checkpoint to host memory; otherwise as `save`.
 
-        Without ZeRO every rank holds all of it, so another number of ranks may have written it.
+        Returns:
+            Writes the part, in any thread and beside training; after an error it may be called again.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write_caller(folder, state)
+        return partial(RankPart(self._rank, self._copied_files()).write, folder)
+
+    def _copied_files(self) -> Iterator[StatesFile]:
+        # Under LoRA the frozen weights are in the model folder.
+        return copy_shares(self._rank, self._shares() if self._writes_shares else (), self._optimizer_state)
+
+    def _write_caller(self, folder: Path, state: Mapping[str, Any]) -> None:
+        if self._rank == 0:
+            replace_file(folder / _STATE, json.dumps(dict(state)).encode())
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Continue from a checkpoint of `save`, of any number of ranks; returns the caller's state.
 
         Raises:
             FileNotFoundError: The folder holds no whole checkpoint.
-            InputError: It was written by another number of ranks, each its part.
+            InputError: Another version of the learner wrote it.
+            ValueError: The files lack a part of the states.
         """
-        written = json.loads((folder / _STATE).read_text())
-        stage = self._config.learner.zero_stage
-        if stage and written[_RANKS] != self._num_ranks:
-            raise InputError(
-                "learner.ranks",
-                f"{self._num_ranks} is not the number of ranks that wrote the checkpoint {folder}, {written[_RANKS]}; "
-                f"under ZeRO {stage} (learner.zero_stage) each wrote its own part of the optimizer",
-                f"Start {written[_RANKS]} ranks: only a run with zero_stage 0 can change their number",
-            )
-        is_whole = self._model.adapters is None
-        if self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=is_whole)[0] is None:
-            raise FileNotFoundError(f"{folder}: the engine's part of the checkpoint is missing")
-        state: dict[str, Any] = written["caller"]
+        state: dict[str, Any] = json.loads((folder / _STATE).read_text())
+        written = WrittenStates(folder)
+        written.restore(list(self._shares()), self._optimizer_state)
+        if self._config.learner.zero_stage:
+            self._copy_back(written)
         return state
 
     def export(self, folder: Path) -> None:
@@ -115,6 +168,14 @@ class PolicyEngine:
                 export_model(self._model.causal_lm, tensors, self._folder, folder, adapters)
         distributed.barrier()
 
+    def move_to_host(self) -> None:
+        """Free this rank's device: weights, gradients, optimizer states and frozen models go to host memory."""
+        self._states.move_to_host()
+
+    def move_to_device(self) -> None:
+        """Bring the states back, to the bit."""
+        self._states.move_to_device()
+
     def _start_engine(self) -> Any:
         learner = self._config.learner
         optimizer = torch.optim.AdamW(
@@ -126,15 +187,105 @@ class PolicyEngine:
         )
         return deepspeed.initialize(model=self._model, optimizer=optimizer, config=engine_config(self._config))[0]
 
+    def _rounded_weights(self) -> list[torch.nn.Parameter]:
+        """The weights that passes may gather rounded; the same ones on every rank."""
+        dtype = getattr(torch, self._config.learner.dtype)
+        if not self._is_spread or dtype == torch.float32:
+            return []
+        weights = rounded_weights(self._model.causal_lm, dtype, self._whole)
+        num_agreed = sum_over_ranks(torch.tensor(bool(weights)).int(), self._device)
+        return weights if int(num_agreed) == self._num_ranks else []
+
+    def _gather_rounded(self, weights: Sequence[Any]) -> None:
+        """Let forward and backward passes gather these weights in the dtype of the products, in half the bytes.
+
+        The attribute is that of DeepSpeed's own autocast, which would reduce gradients in bfloat16 too. Only passes
+        read it. A weight that DeepSpeed leaves whole between them keeps its float32 values.
+        """
+        for weight in weights:
+            if not weight.ds_persist:
+                setattr(weight, PARAM_COMM_DTYPE_ATTR_NAME, getattr(torch, self._config.learner.dtype))
+
+    def _refuse_padded_lines(self, model: PolicyModel, *, is_packed: bool) -> None:
+        if self._sequence_ranks and not is_packed:
+            raise InputError(
+                "learner.sequence_ranks",
+                f"{self._config.learner.sequence_ranks} ranks cannot share a line of packed rollouts: "
+                f"{type(model.causal_lm).__name__} would mix them, or attends in a way of its own",
+                "Set it to 1, or take another model",
+            )
+
+    def _spreading(self, config: Mapping[str, Any]) -> Spreading:
+        """The way to spread weights before there is an engine of this configuration, which has ZeRO 3."""
+        first = torch.nn.Linear(1, 1, bias=False, device=self._device)
+        deepspeed.zero.Init(module=first, config_dict_or_path=config, dtype=torch.float32)
+        # A converted parameter converts others as it was converted itself.
+        convert = first.weight.convert_to_zero_parameters  # type: ignore[attr-defined]
+        return Spreading(lambda parameters: convert(param_list=list(parameters)), self._whole, self._device)
+
     def _start_reference(self) -> Any:
         """The first policy as a frozen copy, spread over the ranks under ZeRO 3; None if there is no such copy."""
         if not self._config.algorithm.needs_reference or self._model.adapters is not None:
             return None
-        reference = load_reference_model(self._folder, self._config).to(self._device)
-        if not self._is_spread:
-            return reference
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-        return deepspeed.initialize(model=reference, config=config)[0]
+        spreading = self._spreading(_FROZEN) if self._is_spread else None
+        return self._started(load_reference_model(self._model.causal_lm, self._folder, self._config, spreading))
+
+    def _start_teacher(self) -> TeacherModel | None:
+        if not self._config.teacher.used:
+            return None
+        spreading = self._spreading(_FROZEN) if self._is_spread else None
+        folder = teacher_folder(self._config)
+        teacher = load_teacher_model(folder, self._config, spreading, self._sequence_ranks)
+        self._refuse_padded_lines(teacher.model, is_packed=teacher.is_packed)
+        return replace(teacher, model=self._started(teacher.model))
+
+    def _started(self, frozen: PolicyModel) -> Any:
+        frozen.ranks = self._sequence_ranks
+        return deepspeed.initialize(model=frozen, config=_FROZEN)[0] if self._is_spread else frozen.to(self._device)
+
+    @property
+    def _optimizer_state(self) -> Any:
+        """torch's AdamW's: tensor -> moments and step."""
+        optimizer = self._engine.optimizer
+        return (optimizer.optimizer if self._config.learner.zero_stage else optimizer).state
+
+    @property
+    def _writes_shares(self) -> bool:
+        """Without ZeRO all ranks have the same."""
+        return self._rank == 0 or self._config.learner.zero_stage > 0
+
+    def _trained(self) -> Iterator[tuple[str, Any]]:
+        return ((name, it) for name, it in self._model.named_parameters() if it.requires_grad)
+
+    def _shares(self) -> Iterator[WeightRange]:
+        """The parts of the parameters that this rank updates, wherever DeepSpeed keeps them."""
+        stage, optimizer = self._config.learner.zero_stage, self._engine.optimizer
+        for name, parameter in self._trained():
+            if not stage:
+                yield WeightRange(name, 0, parameter.detach().view(-1), parameter, 0)
+            elif self._is_spread:
+                group, offset, num = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                owner, start = optimizer.fp32_partitioned_groups_flat[group], num * self._rank
+                # The last parts are filled up to equal lengths.
+                if (num := min(num, parameter.ds_numel - start)) > 0:
+                    yield WeightRange(name, start, owner.detach().narrow(0, offset, num), owner, offset)
+            elif (part := parameter._hp_mapping) is not None:
+                owner = optimizer.single_partition_of_fp32_groups[part.param_group_index]
+                start, offset = part.lp_fragment_address.start, part.hp_fragment_address.start
+                yield WeightRange(name, start, part.hp_fragment.detach(), owner, offset)
+
+    @torch.no_grad()
+    def _copy_back(self, written: WrittenStates) -> None:
+        """Give the weights that the model computes with the restored values; ZeRO may update copies of its own."""
+        for name, parameter in self._trained():
+            if self._is_spread:
+                start = parameter.ds_tensor.numel() * self._rank
+                if (num := min(parameter.ds_tensor.numel(), parameter.ds_numel - start)) > 0:
+                    parameter.ds_tensor.view(-1)[:num].copy_(written.read(name, start, num))
+            if parameter.numel():  # whole on every rank: under ZeRO 3 a small one
+                parameter.data.view(-1).copy_(written.read(name, 0, parameter.numel()))
+        if self._is_spread:
+            self._engine.optimizer.invalidate_secondary_tensor()
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:
@@ -172,13 +323,38 @@ class PolicyEngine:
         return self._config.learner.zero_stage == 3
 
     @contextmanager
-    def _whole(self, parts: Sequence[Tensor], changed_by: int | None = None) -> Iterator[None]:
-        """Gather tensors that are spread over the ranks; a change by rank `changed_by` reaches all of them."""
-        with deepspeed.zero.GatheredParameters(list(parts), modifier_rank=changed_by, enabled=self._is_spread):
+    def _whole(self, parts: Sequence[Any]) -> Iterator[None]:
+        """Gather tensors that are spread over the ranks, as they are stored."""
+        for part in parts:
+            # A pass may leave it whole for the next one, but rounded.
+            if hasattr(part, PARAM_COMM_DTYPE_ATTR_NAME) and part.ds_status == ZeroParamStatus.AVAILABLE:
+                part.partition()
+        with deepspeed.zero.GatheredParameters(list(parts), enabled=self._is_spread):
             yield
-        if changed_by is not None and not self._is_spread and self._num_ranks > 1:
-            for part in parts:
-                distributed.broadcast(part.data, changed_by)
+
+    def _kept(self) -> list[Tensor]:
+        """The trained weights that this rank keeps of a version: its parts, or whole ones on the first rank alone."""
+        if self._is_spread:
+            return [weight.ds_tensor for _, weight in self._trained()]
+        return [weight.data for _, weight in self._trained()] if self._rank == 0 else []
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """A block in which each rank may change what it keeps; after it all ranks compute with the changed weights."""
+        weights = [weight for _, weight in self._trained()]
+        if not self._is_spread:
+            yield
+            for weight in weights if self._num_ranks > 1 else ():
+                distributed.broadcast(weight.data, 0)
+            return
+        for weight in weights:
+            if weight.ds_status == ZeroParamStatus.AVAILABLE:
+                weight.partition()
+        yield
+        self._engine.optimizer.invalidate_secondary_tensor()
+        for weight in weights:
+            if weight.ds_persist:
+                weight.all_gather()
 
 
 def _join(config: Config) -> torch.device:
@@ -191,8 +367,32 @@ def _join(config: Config) -> torch.device:
     accelerator.set_device(local_rank)
     if accelerator.device_name() == "cuda":
         _limit_gpu_memory(config, local_rank)
-    join(accelerator.communication_backend_name(), config.learner.rank_timeout_s)
+    # On shared cards rank zero comes only when the generators sleep.
+    late_s = config.run.start_timeout_s if config.placement == "shared" else 0.0
+    join(accelerator.communication_backend_name(), config.learner.rank_timeout_s + late_s)
     return torch.device(accelerator.current_device_name())
+
+
+def _allow_tf32(config: Config, device: torch.device, models: Sequence[torch.nn.Module | None]) -> None:
+    """Let products that stay float32 under bfloat16, such as merges of adapters, round their inputs to TF32 on a GPU.
+
+    Not those of positions and frequencies: TF32 has every whole number up to 2,048 only, and some models multiply them
+    as matrices (https://github.com/huggingface/transformers/issues/48428).
+    `learner.dtype: float32` promises float32 on GPUs too.
+    """
+    if device.type != "cuda" or config.learner.dtype != "bfloat16":
+        return
+    torch.set_float32_matmul_precision("high")
+    for module in (module for model in models if model is not None for module in model.modules()):
+        if _ROTARY in type(module).__name__:
+            module.register_forward_pre_hook(lambda *_: torch.set_float32_matmul_precision("highest"))
+            module.register_forward_hook(lambda *_: torch.set_float32_matmul_precision("high"), always_call=True)
+
+
+def _share_lines(config: Config) -> SequenceRanks | None:
+    """The ranks that share each line with this one; None where each rank has lines of its own."""
+    learner = config.learner
+    return SequenceRanks(learner.sequence_ranks, learner.rank_timeout_s) if learner.sequence_ranks > 1 else None
 
 
 def _limit_gpu_memory(config: Config, local_rank: int) -> None:

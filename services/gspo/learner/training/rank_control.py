@@ -8,7 +8,7 @@ consumes: rank zero's calls. waits for: the next one, which comes at the latest 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,12 +20,17 @@ from torch import Tensor, distributed
 
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row, from_table, to_table
+from gspo.learner.objective.loss_file import with_kept_loss
 from gspo.learner.ranks.process_group import RankBroadcast, rank_errors
+from gspo.learner.storage.checkpoint_parts import PartWriter, wait_for_parts
 from gspo.learner.training.trainer import Trainer
-from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult
+from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult, WriteCheckpoint
 
 log = structlog.get_logger()
-_END, _HEARTBEAT = "end", "rank_heartbeat"
+_END, _HEARTBEAT, _BEGIN_SAVE = "end", "rank_heartbeat", "begin_save"
+_MOVE_TO_HOST, _MOVE_TO_DEVICE = "move_to_host", "move_to_device"
+# Calls that touch no state of training.
+_WITHOUT_STATES = (_END, _HEARTBEAT, _MOVE_TO_HOST, _MOVE_TO_DEVICE)
 
 
 class RankZero:
@@ -36,15 +41,20 @@ class RankZero:
     """
 
     def __init__(self, config: Config, model: Path, run_dir: Path) -> None:
-        self._timeout_s, self._run_dir = config.learner.rank_timeout_s, run_dir
+        self._timeout_s, self._run_dir, self._is_away = config.learner.rank_timeout_s, run_dir, False
         with rank_errors(self._timeout_s):
-            self._trainer = Trainer(config, model)
+            self._trainer = Trainer(with_kept_loss(config, run_dir), model)
             self._broadcast = RankBroadcast(self._timeout_s) if distributed.get_world_size() > 1 else None
 
     @property
     def has_other_ranks(self) -> bool:
         """Whether there are other ranks."""
         return self._broadcast is not None
+
+    @property
+    def cards(self) -> Mapping[str, float | None]:
+        """The card of each rank -> its peak flop/s."""
+        return self._trainer.cards
 
     def train(
         self, step: int, rows: Sequence[Row], not_applied: Collection[int], hyperparameters: Hyperparameters
@@ -54,15 +64,27 @@ class RankZero:
         with self._all_ranks("train", rows, step=step, **numbers):
             return self._trainer.train(step, rows, not_applied, hyperparameters)
 
-    def policy(self) -> dict[str, Tensor]:
+    def policy(self, *, is_reused: bool = False) -> dict[str, Tensor]:
         """As Trainer.policy."""
         with self._all_ranks("policy"):
-            return self._trainer.policy()
+            return self._trainer.policy(is_reused=is_reused)
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """As Trainer.save, into a folder of the run directory."""
         with self._all_ranks("save", folder=folder, state=dict(state)):
             self._trainer.save(folder, state)
+
+    def begin_save(self, folder: Path, state: Mapping[str, Any]) -> WriteCheckpoint:
+        """As Trainer.begin_save, into a folder of the run directory; the other ranks begin to write at once."""
+        with self._all_ranks(_BEGIN_SAVE, folder=folder, state=dict(state)):
+            write_own = self._trainer.begin_save(folder, state)
+        num_ranks, timeout_s = distributed.get_world_size(), self._timeout_s
+
+        def write(is_given_up: Callable[[], bool]) -> None:
+            write_own()
+            wait_for_parts(folder, num_ranks, timeout_s, is_given_up)
+
+        return write
 
     def load(self, folder: Path) -> dict[str, Any]:
         """As Trainer.load, from a folder of the run directory."""
@@ -73,6 +95,18 @@ class RankZero:
         """As Trainer.export, into a folder of the run directory."""
         with self._all_ranks("export", folder=folder):
             self._trainer.export(folder)
+
+    def move_to_host(self) -> None:
+        """As Trainer.move_to_host."""
+        with self._all_ranks(_MOVE_TO_HOST):
+            self._trainer.move_to_host()
+        self._is_away = True
+
+    def move_to_device(self) -> None:
+        """As Trainer.move_to_device."""
+        with self._all_ranks(_MOVE_TO_DEVICE):
+            self._trainer.move_to_device()
+        self._is_away = False
 
     def rank_heartbeat(self) -> None:
         """Show the other ranks that there will be calls, and see that they are there."""
@@ -87,7 +121,13 @@ class RankZero:
 
     @contextmanager
     def _all_ranks(self, name: str, rows: Sequence[Row] = (), **arguments: Any) -> Iterator[None]:
-        """Have the other ranks make a call of the trainer, which this one makes in the block."""
+        """Have the other ranks make a call of the trainer, which this one makes in the block.
+
+        Raises:
+            RuntimeError: The states that the call needs are in host memory: a tensor without memory ends the process.
+        """
+        if self._is_away and name not in _WITHOUT_STATES:
+            raise RuntimeError(f"the trainer cannot {name}: its states are in host memory, not on the device")
         with rank_errors(self._timeout_s):
             if self._broadcast:
                 if "folder" in arguments:
@@ -103,13 +143,15 @@ def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
 
     Raises:
         RanksError: Another rank has ended or is silent.
+        OSError: This rank could not write its part of a checkpoint.
     """
-    with rank_errors(config.learner.rank_timeout_s):
-        trainer = Trainer(config, model)
+    with rank_errors(config.learner.rank_timeout_s), PartWriter() as parts:
+        trainer = Trainer(with_kept_loss(config, run_dir), model)
         broadcast = RankBroadcast(config.learner.rank_timeout_s)
         log.info("rank_ready", rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
         while True:
             head, _, table = broadcast.exchange().partition(b"\n")
+            parts.raise_error()
             call = json.loads(head)
             if call["name"] == _END:
                 return
@@ -117,13 +159,13 @@ def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
                 broadcast.barrier()
                 continue
             try:
-                _execute(trainer, call, table, run_dir)
+                _execute(trainer, parts, call, table, run_dir)
             except NotFiniteError as error:
                 # Rank zero came to the same end, and decides what follows.
                 log.info("training_ended", reason=str(error))
 
 
-def _execute(trainer: Trainer, call: Mapping[str, Any], table: bytes, run_dir: Path) -> None:
+def _execute(trainer: Trainer, parts: PartWriter, call: Mapping[str, Any], table: bytes, run_dir: Path) -> None:
     """Make one call of the trainer as rank zero makes it."""
     match call["name"]:
         case "train":
@@ -133,8 +175,14 @@ def _execute(trainer: Trainer, call: Mapping[str, Any], table: bytes, run_dir: P
             trainer.policy()
         case "save":
             trainer.save(run_dir / call["folder"], call["state"])
+        case "begin_save":
+            parts.begin(trainer.begin_save(run_dir / call["folder"], call["state"]))
         case "load":
             trainer.load(run_dir / call["folder"])
+        case "move_to_host":
+            trainer.move_to_host()
+        case "move_to_device":
+            trainer.move_to_device()
         case "export":
             trainer.export(run_dir / call["folder"])
         case unknown:

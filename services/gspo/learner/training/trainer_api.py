@@ -17,6 +17,9 @@ from gspo.common.config.engines import LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row
 
+# Writes a checkpoint's files from copies and waits for those of other ranks, until its argument says to give up.
+WriteCheckpoint: TypeAlias = Callable[[Callable[[], bool]], None]
+
 
 class NotFiniteError(ArithmeticError):
     """Too many mini-batches in a row had no finite loss or gradient norm, or a version has weights that are not."""
@@ -38,10 +41,15 @@ class UpdateNotApplied:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The metrics of a trained step by their public names, and its mini-batches that were not applied."""
+    """The metrics of a trained step by their public names, and its mini-batches that were not applied.
+
+    Attributes:
+        probe_s: Seconds of the mismatch probe.
+    """
 
     metrics: dict[str, float]
     not_applied: tuple[UpdateNotApplied, ...] = ()
+    probe_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,22 +76,35 @@ class TrainerApi(Protocol):
     def has_other_ranks(self) -> bool:
         """Whether other ranks make the same calls."""
 
+    @property
+    def cards(self) -> Mapping[str, float | None]:
+        """The card of each rank -> its peak flop/s, or None where that is unknown."""
+
     def train(
         self, step: int, rows: Sequence[Row], not_applied: Collection[int], hyperparameters: Hyperparameters
     ) -> TrainResult:
         """Train the policy of version step - 1."""
 
-    def policy(self) -> dict[str, Tensor]:
-        """The weights in the generators' dtype."""
+    def policy(self, *, is_reused: bool = False) -> dict[str, Tensor]:
+        """A copy of the weights in the generators' dtype."""
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write a checkpoint's files."""
 
+    def begin_save(self, folder: Path, state: Mapping[str, Any]) -> WriteCheckpoint:
+        """Copy a checkpoint's states to host memory; the result writes the files beside training."""
+
     def load(self, folder: Path) -> dict[str, Any]:
-        """Continue from a checkpoint of `save`."""
+        """Continue from a checkpoint of `save` or `begin_save`."""
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
+
+    def move_to_host(self) -> None:
+        """Free the device: all states of training go to host memory. No other call but the last may come meanwhile."""
+
+    def move_to_device(self) -> None:
+        """Bring the states back."""
 
     def rank_heartbeat(self) -> None:
         """Show other ranks that this one runs."""

@@ -1,11 +1,11 @@
-"""The functions and the environment of a configuration: read, opened, and loaded before the run needs them."""
+"""The functions and environments of a configuration: read, opened, and loaded before the run needs them."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from gspo.common.config.fields import Section
 from gspo.common.config.reward import EnvironmentConfig, RewardConfig, RewardFunction
+from gspo.common.config.sources import CodeSpec, Source, code_of
 from gspo.common.errors import InputError, nearest
 from gspo.reward.functions.classifier import PROGRAM, ClassifierOptions, ClassifierProcess
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError
@@ -23,7 +24,7 @@ from gspo.reward.functions.remote import Judge, JudgeOptions, RemoteFunction
 from gspo.reward.registry.records import version_of
 from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.registry.usage import UsageCounter
-from gspo.reward.sandbox.calls import CallError, CallLimits, Code
+from gspo.reward.sandbox.calls import CallError, CallLimits, Code, CodeKind
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.levels import find_level
 
@@ -31,7 +32,6 @@ BUILTINS = Path(__file__).parent / "builtins"
 HOW_TO_REGISTER = (
     "Submit it first (`gspo reward serve`, then `gspo reward submit FILE`), or name a file with `path:` or a `builtin:`"
 )
-ENVIRONMENT_KEY = "environment"
 _Options = TypeVar("_Options", bound=Section)
 
 
@@ -39,29 +39,29 @@ _Options = TypeVar("_Options", bound=Section)
 async def open_library(
     config: RewardConfig,
     *,
-    environment: EnvironmentConfig | None = None,
+    sources: Sequence[Source] = (),
     registry: Registry | OfflineRegistry | None = None,
     usage: UsageCounter | None = None,
 ) -> AsyncIterator[Library]:
-    """The library of a run, with every function of its configuration loaded, and its environment.
+    """The library of a run, with the functions and environments of its sources loaded.
+
+    Args:
+        sources: One with the functions of `config` alone by default.
 
     Raises:
-        InputError: One cannot be read or loaded, does not take its arguments, or is not registered.
+        InputError: One cannot be read or loaded, does not take its arguments, or is not registered; or two have one
+            name.
     """
-    check_names(config)
+    sources = sources or (Source(functions=config.functions),)
+    specs = code_of(sources)
     library = Library(
         CallLimits(config.timeout_s, config.memory_mb, config.cpu_s),
         confinement=await find_level(config.sandbox_minimum),
         num_workers=config.workers,
         registry=registry,
         usage=usage,
-        step_timeout_s=environment.step_timeout_s if environment is not None else None,
+        step_timeout_s=max(source.environment.step_timeout_s for source in sources),
     )
-    specs: dict[str, RewardFunction | EnvironmentConfig] = {
-        f"reward.functions.{index}": function for index, function in enumerate(config.functions)
-    }
-    if environment is not None and environment.used:
-        specs[ENVIRONMENT_KEY] = environment
     opened = {key: open_function(spec, key, library) for key, spec in specs.items() if not spec.registered}
     library.configured.update((function.code.name, function) for function in opened.values())
     try:
@@ -75,20 +75,7 @@ async def open_library(
         await library.close()
 
 
-def check_names(config: RewardConfig) -> None:
-    """Refuse two functions of one name.
-
-    Raises:
-        InputError: Names the second one.
-    """
-    labels = [function.label for function in config.functions]
-    for index, label in enumerate(labels):
-        if label in labels[:index]:
-            rule = f"'{label}' names two functions"
-            raise InputError(f"reward.functions.{index}.name", rule, "Give each a name of its own with `name:`")
-
-
-def open_function(spec: RewardFunction | EnvironmentConfig, key: str, library: Library) -> Function:
+def open_function(spec: CodeSpec, key: str, library: Library) -> Function:
     """A function or environment of the configuration, not loaded yet; `key` is its place in there.
 
     Raises:
@@ -119,7 +106,7 @@ def open_function(spec: RewardFunction | EnvironmentConfig, key: str, library: L
     return Function(code, library.sandbox(code, limits), spec.args)
 
 
-def read_code(spec: RewardFunction | EnvironmentConfig, key: str) -> Code:
+def read_code(spec: CodeSpec, key: str) -> Code:
     """The source of one file or built-in; `key` is its place in the configuration.
 
     Raises:
@@ -178,28 +165,28 @@ async def _load_configured(function: Function, key: str) -> None:
     try:
         signature = await function.callee.load()
     except CallError as error:
-        raise InputError(key, f"{function.code.filename} {error}", _how_to_fix(error, key)) from error
+        raise InputError(key, f"{function.code.filename} {error}", _how_to_fix(error, function.code.kind)) from error
     for name in function.args:
         if name not in signature.takes and not signature.takes_any:
             rule = f"{signature.entry} of {function.code.filename} has no such parameter"
             raise InputError(f"{key}.args.{name}", rule, nearest(name, signature.takes))
 
 
-async def _load_registered(library: Library, spec: RewardFunction | EnvironmentConfig, key: str) -> None:
+async def _load_registered(library: Library, spec: CodeSpec, key: str) -> None:
     """Find a registered function or environment before the run needs it."""
     try:
         function = await library.find(spec.label, spec.version or "")
     except UnknownFunctionError as error:
         raise InputError(f"{key}.name", str(error), HOW_TO_REGISTER) from error
-    kind = "environment" if key == ENVIRONMENT_KEY else "reward"
+    kind = "environment" if isinstance(spec, EnvironmentConfig) else "reward"
     if function.code.kind != kind:
         are = {"environment": "an environment", "reward": "a reward function"}
         rule = f"'{spec.label}' is registered as {are[function.code.kind]}, not {are[kind]}"
         raise InputError(f"{key}.name", rule, "Name another, or submit it as that kind")
 
 
-def _how_to_fix(error: CallError, key: str) -> str:
-    if key == ENVIRONMENT_KEY and error.error_type == "UnfitError":
+def _how_to_fix(error: CallError, kind: CodeKind) -> str:
+    if kind == "environment" and error.error_type == "UnfitError":
         return "Define reset(task) and step(state, action), or name the object that has them: `entry:`"
     if error.error_type == "SeveralFunctionsError":
         return "Name one with `entry:`, or list the file once for each with `name:` and `entry:`"

@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardConfig
+from gspo.common.config.reward import ENVIRONMENT_PART, RewardConfig
+from gspo.common.config.sources import Source
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError, counted
 from gspo.reward.registry.store import OfflineRegistry, Registry
@@ -48,7 +49,7 @@ class Scorer:
 
     Args:
         library: The functions.
-        uses: The functions of the run, for a rollout that names none.
+        uses: The functions for a rollout that names none.
         batch_size: Answers in one call, at most.
         name: Name of this process, written into every score.
         session: The default session of `score`: calls of different sessions share no process.
@@ -61,7 +62,7 @@ class Scorer:
         self._batch_size, self._name, self._session, self._all = batch_size, name, session, list(uses)
 
     async def score(self, rollouts: Sequence[Rollout], *, session: str | None = None) -> list[Score]:
-        """A score for each rollout, in their order; a rollout that names no function is scored by all of the run's."""
+        """A score for each rollout, in their order; one that names no function is scored by the default ones."""
         session = session or self._session
         indices: defaultdict[FunctionKey, list[int]] = defaultdict(list)
         for index, rollout in enumerate(rollouts):
@@ -191,17 +192,21 @@ async def open_scorer(
     config: RewardConfig,
     *,
     name: str,
-    environment: EnvironmentConfig | None = None,
+    sources: Sequence[Source] = (),
     session: str = "",
     registry: Registry | OfflineRegistry | None = None,
     usage: UsageCounter | None = None,
 ) -> AsyncIterator[Scorer]:
-    """A scorer with every function of the configuration loaded, and its environment.
+    """A scorer with the functions and environments of the sources loaded.
+
+    Args:
+        sources: One with the functions of `config` alone by default; the first scores a rollout that names no function.
 
     Raises:
         InputError: A file cannot be read or loaded, or holds no function that can be called; or the machine supports
             less confinement than reward.sandbox_minimum.
     """
+    first = sources[0] if sources else Source(functions=config.functions)
     # The functions as a rollout would name them.
     uses = [
         RewardUse(
@@ -210,9 +215,9 @@ async def open_scorer(
             weight=function.weight,
             part_weights=function.part_weights,
         )
-        for function in config.functions
+        for function in first.functions
     ]
-    if environment is not None and environment.used:
-        uses.append(RewardUse(name=ENVIRONMENT_PART, weight=environment.weight))
-    async with open_library(config, environment=environment, registry=registry, usage=usage) as library:
+    if first.environment.used:
+        uses.append(RewardUse(name=ENVIRONMENT_PART, weight=first.environment.weight))
+    async with open_library(config, sources=sources, registry=registry, usage=usage) as library:
         yield Scorer(library, uses, batch_size=config.batch_size, name=name, session=session)

@@ -50,6 +50,27 @@ def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
     assert expected in console.file.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("side", "purpose", "expected"),
+    [
+        ("learning", "step 5", r"the learner has the cards \(step 5\), for \d+ s"),
+        ("generation", "", r"the generators have the cards, for \d+ s"),
+    ],
+)
+def test_the_page_says_who_has_shared_cards(
+    config: Config, tmp_path: Path, side: str, purpose: str, expected: str
+) -> None:
+    shift = {"epoch": 1, "side": side, "purpose": purpose, "since_unix_s": time.time() - 90}
+    write_log(tmp_path, {1: [None]})
+    running = config.with_keys(services={"redis_url": "redis://127.0.0.1/0"})
+    write_config(running, tmp_path / "config.yaml")
+    console = Console(file=io.StringIO(), width=200)
+    for present in (shift, {}):
+        console.print(StatusPage(tmp_path, running).draw([replace(learner(), facts={"shift": present})]))
+    (line,) = [line for line in console.file.getvalue().splitlines() if "the cards" in line]
+    assert re.fullmatch(expected, line)
+
+
 @pytest.mark.parametrize("width", [80, 100, 130, 10_000])
 @pytest.mark.parametrize("used", [None, {}])
 def test_names_and_addresses_are_whole_in_every_terminal(width: int, used: dict[str, ProcessUsage] | None) -> None:

@@ -12,7 +12,17 @@ import pytest
 from rich.console import Console
 
 from gspo.cli.monitor.screens import PlainScreen, draw, process_cells, sparkline
-from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, duration, load_history, step_line
+from gspo.cli.monitor.view import (
+    Phases,
+    ScreenLine,
+    ServiceProcess,
+    View,
+    card_use_line,
+    duration,
+    load_history,
+    mismatch_line,
+    step_line,
+)
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
 from gspo_proto.rollout_pb2 import (
@@ -121,6 +131,12 @@ def test_phases_follow_the_events(view: View) -> None:
     assert set(view.phases.wall_s) == {"checks", "start", "evaluation_before", "training", "evaluation_after"}
 
 
+def test_a_start_does_not_wait_for_a_lost_process(view: View) -> None:
+    names = [process.name for process in view.waiting_to_start]
+    view.processes[names[0]].is_lost = True
+    assert [process.name for process in view.waiting_to_start] == names[1:]
+
+
 def test_an_unknown_event_is_passed_over(view: View) -> None:
     assert view.apply(Event()) == []
 
@@ -204,3 +220,26 @@ def test_sparkline_and_durations() -> None:
     assert sparkline([]) == ""
     assert sparkline([0.0, 0.0, 1.0, 1.0], width=2) == "▁█"
     assert [duration(s) for s in (4.4, 65, 7800)] == ["4 s", "1 min 5 s", "2 h 10 min"]
+
+
+def test_the_use_of_the_cards_is_one_line_also_where_their_peak_is_unknown() -> None:
+    figures = {"step_s": 4.0, "train_s": 1.0, "cards": 8.0}
+    figures |= {"tokens_per_s_per_card": 1250.0, "learner_flops_per_s": 2e14}
+    assert card_use_line([]) == ""
+    assert card_use_line([figures]) == "learner 200 Tflop/s; trained tokens/s a card: 1,250 (cards: 8)"
+    known = figures | {"learner_mfu": 0.4, "mfu": 0.125}
+    assert card_use_line([known]) == "MFU: learner 40.0%, whole loop 12.5%; trained tokens/s a card: 1,250 (cards: 8)"
+
+
+def test_the_last_measurement_of_the_mismatch_has_its_age(config: Config) -> None:
+    clip = mismatch_line([{"noise_share": 0.04, "noise_clip": 0.00123, "mismatch_age": 0.0}], config)
+    assert clip.endswith("noise alone puts 4% outside the clip, and 1% at a clip of 0.0012 on both sides")
+    measured = {"noise_share": 0.04, "mismatch_age": 0.0}
+    assert mismatch_line([], config) == mismatch_line([{}], config) == ""
+    assert mismatch_line([measured], config).endswith("measured in this step: noise alone puts 4% outside the clip")
+    later = [measured, {"mismatch_age": 12.0}]
+    assert mismatch_line(later, config).endswith("last measured 12 steps ago: noise alone puts 4% outside the clip")
+    assert mismatch_line(later[1:], config).endswith("last measured 12 steps ago")
+    off = config.model_copy(update={"learner": config.learner.model_copy(update={"mismatch_every": 0})})
+    assert "learner.mismatch_every: 0" in mismatch_line([{}], off)
+    assert mismatch_line([], off) == ""

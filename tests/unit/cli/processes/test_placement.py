@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gspo.cli import doctor
+from gspo.cli.processes.gpu_locks import lock_gpus
 from gspo.cli.processes.placement import Placement, place
 from gspo.cli.processes.programs import Job, external_learner_command, process_names, service_programs
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.machine import Gpu
+from gspo.common.host.machine import Gpu, visible_gpus
 from gspo.common.streams.keys import SERVICES
-from tests.support.gpu_machine import pretend_gpu_machine
+from tests.support.gpu_machine import pretend_gpu_machine, uuid
 from tests.support.service_process import make_run
 
 GIB = 1 << 30
@@ -60,6 +62,26 @@ def test_who_gets_which(tmp_path: Path, number: int, demand: dict[str, int], exp
 
 
 @pytest.mark.parametrize(
+    ("number", "demand", "expected", "sharers"),
+    [
+        (1, {}, {"generation-0": "0", "learner-0": "0"}, "1"),
+        (4, {"replicas": 4, "ranks": 4},
+         {**{f"generation-{n}": f"{n}" for n in range(4)}, "learner-0": "0,1,2,3"}, "1,1,1,1"),
+        (8, {"replicas": 2, "tensor": 2, "ranks": 4},
+         {"generation-0": "0,1", "generation-1": "2,3", "learner-0": "0,1,2,3"}, "1,1,1,1"),
+    ],
+)  # fmt: skip
+def test_shared_cards_are_the_same_for_generators_and_ranks_at_vllms_whole_share(
+    tmp_path: Path, number: int, demand: dict[str, int], expected: dict[str, str], sharers: str
+) -> None:
+    split = run_of(tmp_path, **demand)
+    staleness = split.staleness.model_copy(update={"max_lag": 0})
+    placement = placed(split.model_copy(update={"placement": "shared", "staleness": staleness}), gpus(number))
+    assert {name: placement.environment(name)["CUDA_VISIBLE_DEVICES"] for name in placement.gpus} == expected
+    assert placement.environment("learner-0")["GSPO_GENERATORS_PER_GPU"] == sharers
+
+
+@pytest.mark.parametrize(
     ("number", "demand", "sharers"),
     [
         (1, {}, "1"),
@@ -100,6 +122,16 @@ def test_the_table(tmp_path: Path) -> None:
     ]
 
 
+def test_the_table_says_what_is_shared_in_shifts(tmp_path: Path) -> None:
+    config = run_of(tmp_path, replicas=2, ranks=1).model_copy(update={"placement": "shared"})
+    assert placed(config, gpus(2)).table().splitlines() == [
+        "process       GPU  shared with",
+        "generation-0  0    learner-0 in shifts",
+        "generation-1  1    nobody",
+        "learner-0     0    generation-0 in shifts",
+    ]
+
+
 @pytest.mark.parametrize(
     ("number", "demand", "key", "rule"),
     [
@@ -126,6 +158,25 @@ def test_memory_that_other_programs_hold_is_not_vllms(tmp_path: Path) -> None:
     placed(run_of(tmp_path, share=0.91), gpus(2, used_gib=7))
 
 
+def test_programs_on_a_card_are_named_with_the_cards_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 4, used_gib=[70, 0, 79])
+    with pytest.raises(InputError) as caught:
+        placed(run_of(tmp_path), visible_gpus())
+    assert caught.value.rule == (
+        "0.92 (vLLM default) of GPU 0 for each of generation-0 is more than it has: 80.0 GiB, of which other programs "
+        "hold 70.0 (process 4000, python: 70.0 GiB)"
+    )
+    assert caught.value.fix.splitlines()[0] == (
+        "Set it to at most 0.12, or end the GPU's other programs, or choose 2 with little in use: "
+        "CUDA_VISIBLE_DEVICES=1,3"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with pytest.raises(InputError, match=r"process 4002, python: 79.0 GiB\). end the GPU's other programs\n"):
+        placed(run_of(tmp_path), visible_gpus())
+
+
 def test_doctor_shows_the_placement_and_checks_each_service_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,15 +188,18 @@ def test_doctor_shows_the_placement_and_checks_each_service_with_it(
 
     monkeypatch.setattr(doctor, "check_services", check_services)
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 2)
-    first, *_ = doctor._checks(run_of(tmp_path), tmp_path)
+    first, *_ = doctor._checks(run_of(tmp_path))
     assert (first.level, "learner-0     1    nobody" in first.text) == ("OK", True)
     assert seen == {"coordinator": None, "generation": "0", "reward": None, "learner": "1"}
     assert first.advice == ""
     pretend_gpu_machine(monkeypatch, tmp_path / "larger", 3)
-    first, *_ = doctor._checks(run_of(tmp_path), tmp_path)
+    with lock_gpus([Gpu("1", uuid(1))], tmp_path, []):
+        _, locks, *_ = doctor._checks(run_of(tmp_path))
+    assert (locks.level, f"GPU 1 by process {os.getpid()}, {tmp_path}" in locks.text) == ("warning", True)
+    first, *_ = doctor._checks(run_of(tmp_path))
     assert "nobody        2" in first.text and "generation.replicas" in first.advice
     seen.clear()
-    first, *_ = doctor._checks(run_of(tmp_path, tensor=4), tmp_path)
+    first, *_ = doctor._checks(run_of(tmp_path, tensor=4))
     assert (first.level, "generation-0 wants 4 GPUs" in first.text) == ("problem", True)
     assert seen == {"coordinator": None, "reward": None}
 

@@ -25,7 +25,7 @@ print(os.getpid(), *sys.argv[1:])
 
 
 def program(body: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-c", textwrap.dedent(body), *arguments)
+    return (sys.executable, "-P", "-c", textwrap.dedent(body), *arguments)
 
 
 async def started(command: tuple[str, ...]) -> PreflightProcess:
@@ -37,7 +37,7 @@ async def test_the_process_that_has_checked_becomes_the_service(tmp_path: Path) 
     log.write_text("before\n")
     first = await started(command)
     assert await first.verdict() == (0, "warning: looked\n")
-    service = first.become_service((*command[:3], "--run-dir", "runs/a b"), log)
+    service = first.become_service((*command[:4], "--run-dir", "runs/a b"), log)
     assert service is not None
     assert await service.wait() == 0
     assert log.read_text() == f"before\n{service.pid} --run-dir runs/a b\n"

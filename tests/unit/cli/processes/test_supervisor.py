@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from gspo.cli.processes import supervisor as supervisor_module
 from gspo.cli.processes.exit_codes import RunError
+from gspo.cli.processes.guard import processes_of
 from gspo.cli.processes.supervisor import ProcessSupervisor, Program
 
 
@@ -34,3 +36,37 @@ async def test_one_that_lived_is_started_again_at_once(tmp_path: Path, monkeypat
     monkeypatch.setattr(supervisor_module, "_STARTED_S", 0.1)
     pauses_s, _ = await pauses(tmp_path, "sleep 0.2; exit 3")
     assert pauses_s == [0.05, 0.05, 0.05]
+
+
+async def test_an_end_is_reported_when_the_children_have_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as vLLM's processes, which may have the memory of a card."""
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.05)
+    remaining: list[int] = []
+
+    async def ended() -> None:
+        remaining.append(len(processes_of(supervisor._supervisor_id)))
+
+    async with ProcessSupervisor(tmp_path, 1, lambda _line: None) as supervisor:
+        supervisor.start([Program("worker", ("sh", "-c", "sleep 300 & exit 3"), ended=ended)])
+        with pytest.raises(RunError):
+            await supervisor.watch()
+    assert remaining == [0, 0]
+
+
+async def test_one_that_has_lost_its_node_ends_while_the_others_continue(tmp_path: Path) -> None:
+    messages: list[str] = []
+
+    async def loss() -> str:
+        return "node n2 is lost"
+
+    async with ProcessSupervisor(tmp_path, 0, messages.append) as supervisor:
+        supervisor.start([Program("away", ("sh", "-c", "exit 3"), loss=loss), Program("here", ("sleep", "60"))])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3):
+                await supervisor.watch()
+        assert supervisor.children["here"].pid is not None
+        assert supervisor.children["away"].pid is None
+        assert supervisor.lost == {"away"}
+    assert messages[0] == "away has ended: node n2 is lost. The run continues without it"

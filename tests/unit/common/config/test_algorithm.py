@@ -74,6 +74,13 @@ def test_rolls_block_pasted_under_algorithm_loads(minimal: dict[str, Any]) -> No
     assert loaded.dual_clip == 1.4
 
 
+def test_the_example_for_users_of_roll_has_that_block_with_lengths_of_its_own() -> None:
+    keys = yaml.safe_load((Path(__file__).parents[4] / "examples/arithmetic/roll.yaml").read_text())["algorithm"]
+    lengths = {"prompt_length": 32, "response_length": 8}
+    assert keys == ROLL_VALUES | lengths | {"pg_clip": 0.2}
+    assert algorithm(**keys) == algorithm(preset="roll-gspo", **lengths).model_copy(update={"preset": "gspo"})
+
+
 def test_preset_roll_gspo_is_that_block_with_rolls_clip() -> None:
     preset = algorithm(preset="roll-gspo")
     assert {key: getattr(preset, key) for key in ROLL_VALUES} == ROLL_VALUES
@@ -112,6 +119,14 @@ def test_preset_grpo_is_the_baseline() -> None:
         ({"preset": "roll-gspo", "pg_clip_low": 0.1, "pg_clip_high": 0.3}, (0.1, 0.3)),
         ({"preset": "roll-gspo", "pg_clip_low": 0.1}, (0.1, 0.2)),
         ({"preset": "roll-gspo", "importance_sampling": "token"}, (0.2, 0.2)),
+        ({"objective": "cispo"}, (1.0, 4.0)),
+        ({"objective": "cispo", "importance_sampling": "token"}, (1.0, 4.0)),
+        ({"objective": "cispo", "pg_clip_high": 0.5}, (1.0, 0.5)),
+        ({"preset": "grpo", "objective": "dppo_tv"}, (0.15, 0.15)),
+        ({"preset": "grpo", "objective": "dppo_kl"}, (0.05, 0.05)),
+        ({"preset": "grpo", "objective": "dppo_kl", "pg_clip": 0.1}, (0.1, 0.1)),
+        ({"preset": "roll-gspo", "objective": "cispo", "dual_clip_loss": False}, (1.0, 4.0)),
+        ({"preset": "roll-gspo", "objective": "clip"}, (0.2, 0.2)),
     ],
 )
 def test_the_clip_follows_the_kind_of_ratio_unless_it_is_set(keys: dict[str, Any], clip: tuple[float, float]) -> None:
@@ -131,15 +146,40 @@ def test_a_key_beside_a_preset_overrides_it() -> None:
 def test_the_estimator_brings_its_norm_whatever_the_preset() -> None:
     assert algorithm(preset="roll-gspo", adv_estimator="grpo").reward_norm == "group"
     assert algorithm(preset="grpo", adv_estimator="reinforce").reward_norm is None
+    assert algorithm(adv_estimator="rloo").reward_norm == "leave_one_out"
     assert algorithm(preset="roll-gspo").reward_norm is None
 
 
-@pytest.mark.parametrize("preset", ["gspo", "roll-gspo", "grpo"])
+@pytest.mark.parametrize("preset", ["gspo", "roll-gspo", "grpo", "dr-grpo"])
 def test_every_key_written_out_loads_as_the_same(preset: str) -> None:
     """The run directory holds every key with its value, and a resume reads that."""
-    for keys in ({}, {"pg_clip": 0.1}, {"pg_clip_low": 0.1}, {"importance_sampling": "token"}):
+    cispo = {"objective": "cispo", "dual_clip_loss": False}
+    own = {"loss": {"path": "mine.py", "entry": "pull", "reference": True}}
+    for keys in ({}, {"pg_clip": 0.1}, {"pg_clip_low": 0.1}, {"importance_sampling": "token"}, cispo, own):
         written = algorithm(preset=preset, **keys)
         assert AlgorithmConfig.model_validate(written.model_dump(mode="json")) == written
+
+
+@pytest.mark.parametrize("preset", ["gspo", "roll-gspo", "grpo", "dr-grpo"])
+def test_a_loss_of_ones_own_replaces_the_objective_of_a_preset_and_no_other_key(preset: str) -> None:
+    plain, own = algorithm(preset=preset), algorithm(preset=preset, loss={"path": "mine.py"})
+    assert own.has_own_loss and not own.clips_ratio
+    assert (own.importance_sampling, own.objective, own.pg_clip, own.dual_clip) == ("seq", "clip", None, None)
+    assert (own.loss_agg_mode, own.reward_norm, own.use_kl_loss) == (
+        *(plain.loss_agg_mode, plain.reward_norm),
+        plain.use_kl_loss,
+    )
+
+
+def test_the_file_of_a_loss_is_beside_the_configuration(minimal: dict[str, Any], tmp_path: Path) -> None:
+    minimal["algorithm"] = {"loss": {"path": "mine.py"}}
+    assert parse_config(minimal, tmp_path).algorithm.loss.path == tmp_path / "mine.py"
+
+
+def test_preset_dr_grpo_divides_neither_by_a_deviation_nor_by_a_length() -> None:
+    preset = algorithm(preset="dr-grpo")
+    assert (preset.reward_norm, preset.reward_shift, preset.clip) == ("group", True, (0.2, 0.2))
+    assert (preset.importance_sampling, preset.loss_agg_mode) == ("token", "seq-mean-token-sum-norm")
 
 
 def test_reinforce_has_no_norm_of_its_own() -> None:
@@ -156,8 +196,15 @@ def test_reinforce_has_no_norm_of_its_own() -> None:
         ({"adv_estimator": "reinforce", "reward_scale": True}, "algorithm.reward_scale: true needs moments"),
         ({"reward_norm": "batch"}, "algorithm.reward_norm: batch contradicts adv_estimator"),
         ({"reward_norm": None}, "algorithm.reward_norm: null contradicts adv_estimator"),
-        ({"behavior_correction": "mask"}, "algorithm.behavior_correction: mask"),
+        ({"adv_estimator": "rloo", "reward_norm": "group"}, "algorithm.reward_norm: group contradicts adv_estimator"),
+        ({"adv_estimator": "rloo", "gamma": 0.9}, "algorithm.gamma: 0.9"),
+        ({"adv_estimator": "rloo", "reward_shift": True}, "algorithm.reward_shift: true changes the meaning"),
+        ({"preset": "dr-grpo", "adv_estimator": "rloo"}, "algorithm.reward_shift: true changes the meaning"),
+        ({"adv_estimator": "rloo", "num_return_sequences_in_group": 1}, "algorithm.num_return_sequences_in_group: 1"),
+        ({"behavior_correction": "truncate"}, "algorithm.behavior_correction: truncate"),
         ({"behavior_correction": "truncate", "behavior_level": "token"}, "algorithm.behavior_correction: truncate"),
+        ({"old_logprobs": "recompute", "behavior_correction": "truncate", "behavior_level": "product",
+          "behavior_low": 0}, "algorithm.behavior_low: 0.0 leaves behavior_level: product"),
         ({"gamma": 0.9}, "algorithm.gamma: 0.9"),
         ({"overlong_buffer": 4097}, "algorithm.overlong_buffer: 4097"),
         ({"response_length": 100, "overlong_buffer": 101}, "algorithm.overlong_buffer: 101"),
@@ -170,6 +217,20 @@ def test_reinforce_has_no_norm_of_its_own() -> None:
         ({"dual_clip_loss": 0}, "algorithm.dual_clip_loss: 0"),
         ({"dual_clip_loss": -3.0}, "algorithm.dual_clip_loss: -3.0"),
         ({"dual_clip_loss": 1.0}, "algorithm.dual_clip_loss: 1.0"),
+        ({"objective": "cispo", "dual_clip_loss": True}, "algorithm.dual_clip_loss: true bounds the clipped ratio"),
+        ({"objective": "dppo_tv"}, "algorithm.objective: dppo_tv bounds how far single tokens move"),
+        ({"objective": "dppo_kl", "importance_sampling": "token", "old_logprobs": "recompute"},
+         "algorithm.objective: dppo_kl measures from the policy that sampled"),
+        ({"routing_replay": "engine", "old_logprobs": "recompute"},
+         "algorithm.routing_replay: engine needs the engine's experts"),
+        ({"routing_replay": "learner"}, "algorithm.routing_replay: learner replays the experts behind the old"),
+        *(({**keys, "pg_clip_reference_length": 4096}, "algorithm.pg_clip_reference_length: 4096 widens the clip")
+          for keys in ({"preset": "grpo"}, {"objective": "cispo"}, {"preset": "grpo", "objective": "dppo_tv"})),
+        *(({"loss": {"path": "mine.py"}, key: value}, f"algorithm.{key}: {value} has no effect beside")
+          for key, value in {"objective": "cispo", "importance_sampling": "token", "pg_clip": 0.1, "pg_clip_low": 0.1,
+                             "pg_clip_high": 0.1, "dual_clip_loss": 3.0, "pg_clip_reference_length": 64}.items()),
+        ({"loss": {"entry": "reinforce"}}, "algorithm.loss.entry: reinforce belongs to a file"),
+        ({"loss": {"reference": True}}, "algorithm.loss.reference: true belongs to a file"),
         ({"num_return_sequences_in_group": 1}, "algorithm.num_return_sequences_in_group: 1"),
         ({"rollout_batch_size": 1, "num_return_sequences_in_group": 2, "num_mini_batches": 3},
          "algorithm.num_mini_batches: 3"),

@@ -61,13 +61,23 @@ def test_a_contradiction_names_its_key(minimal: dict[str, Any], keys: dict[str, 
     assert error.value.fix
 
 
+def test_turns_divide_the_losses_of_conversations_alone(minimal: dict[str, Any]) -> None:
+    minimal["algorithm"] = {"loss_agg_mode": "seq-mean-turn-mean"}
+    with pytest.raises(InputError) as error:
+        parse_config(minimal, Path())
+    assert error.value.where == "algorithm.loss_agg_mode"
+    assert "token-mean" in (error.value.fix or "")
+    minimal["environment"] = {"path": "game.py"}
+    assert parse_config(minimal, Path()).algorithm.loss_agg_mode == "seq-mean-turn-mean"
+
+
 def test_a_task_carries_how_it_is_played(minimal: dict[str, Any]) -> None:
     config = with_environment(
         minimal, builtin="tools", tools=["calculator"], weight=0.5, max_turns=3, turn_tokens=9, long_turn="end"
     )
     for task in (
-        training_task(config, 7, Prompt(text="a")),
-        *evaluation_tasks(config, 0, Prompt(text="a"), label="v0", version=0),
+        training_task(config, config.sources[0], 7, Prompt(text="a")),
+        *evaluation_tasks(config, config.sources[0], 0, Prompt(text="a"), label="v0", version=0),
     ):
         assert task.environment == "tools"
         play = task.play
@@ -78,7 +88,8 @@ def test_a_task_carries_how_it_is_played(minimal: dict[str, Any]) -> None:
 
 
 def test_a_task_without_an_environment_has_no_trace_of_one(minimal: dict[str, Any]) -> None:
-    task = training_task(parse_config(minimal, Path()), 7, Prompt(text="a"))
+    config = parse_config(minimal, Path())
+    task = training_task(config, config.sources[0], 7, Prompt(text="a"))
     assert not task.environment
     assert not task.HasField("play")
     assert [use.name for use in task.rewards] == ["reward"]

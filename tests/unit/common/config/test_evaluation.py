@@ -24,11 +24,11 @@ def read(folder: Path, **evaluation: Any) -> Config:
 @pytest.mark.parametrize(
     ("prompts", "keep_best", "expected"),
     [
-        ("e.jsonl", "sampled_mean", BestFigure("", "sampled_mean")),
-        (FILES, "greedy_mean", BestFigure("easy", "greedy_mean")),
-        (FILES, "hard/pass_at_2", BestFigure("hard", "pass_at_2")),
-        (FILES, "hard/part_form_mean", BestFigure("hard", "part_form_mean")),
-        (FILES, "part_form/tags_mean", BestFigure("easy", "part_form/tags_mean")),
+        ("e.jsonl", "sampled_mean", BestFigure({"": 1.0}, "sampled_mean")),
+        (FILES, "greedy_mean", BestFigure({"easy": 1.0}, "greedy_mean")),
+        (FILES, "hard/pass_at_2", BestFigure({"hard": 1.0}, "pass_at_2")),
+        (FILES, "hard/part_form_mean", BestFigure({"hard": 1.0}, "part_form_mean")),
+        (FILES, "part_form/tags_mean", BestFigure({"easy": 1.0}, "part_form/tags_mean")),
         ("e.jsonl", None, None),
     ],
 )

@@ -53,6 +53,28 @@ def test_two_policies_that_do_not_fit_are_refused_before_the_kernel_kills(monkey
     PolicyCopies(tensors, "float32").serving.close()
 
 
+def test_idle_gpus_of_a_container_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generation_check, "visible_gpus", lambda: [Gpu(str(n)) for n in range(4)])
+    monkeypatch.setattr(learner_check, "visible_gpus", lambda: [Gpu(str(n)) for n in range(4)])
+    monkeypatch.setattr(learner_check, "shared_memory", lambda: 1 << 30)
+    words = {}
+    for number in (2, 4):
+        config = make_run(
+            tmp_path,
+            tmp_path,
+            generation={"dtype": "bfloat16", "engine": {"tensor_parallel_size": number}},
+            learner={"dtype": "bfloat16", "ranks": number},
+        )
+        generation_check._check_gpus(config)
+        learner_check._check_ranks(config)
+        words[number] = capsys.readouterr().err
+    idle = "warning: 2 of 4 GPUs here stay idle: {} uses 2. Raise it, or give the rest to others\n"
+    keys = ("generation.engine.tensor_parallel_size", "learner.ranks")
+    assert words == {2: "".join(idle.format(key) for key in keys), 4: ""}
+
+
 def test_an_engine_of_more_gpus_than_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     config = make_run(tmp_path, tmp_path, generation={"engine": engine})

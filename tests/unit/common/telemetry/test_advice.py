@@ -54,11 +54,67 @@ def test_steps_before_the_last_ones_do_not_count(config: Config) -> None:
     assert list(advice(figures, config)) == ["clip_is_silent"]
 
 
+def test_a_clip_is_no_matter_where_a_teacher_trains_by_its_loss_alone(minimal: dict[str, Any]) -> None:
+    teacher = {"path": "larger", "alone": True}
+    figures = steps(20, clipped_sequences=0.0, noise_share=0.9)
+    assert advice(figures, configured(minimal, teacher={**teacher, "kl_in": "loss"})) == {}
+    assert list(advice(figures, configured(minimal, teacher=teacher))) == ["clip_is_silent", "clip_is_noise"]
+
+
 def test_noise_that_clips_a_third_is_said_unless_log_probs_are_recomputed(minimal: dict[str, Any]) -> None:
     noisy = steps(1, noise_share=0.64)
     assert "64% of sequences" in advice(noisy, configured(minimal))["clip_is_noise"]
     assert advice(noisy, configured(minimal, algorithm={"old_logprobs": "recompute"})) == {}
-    assert advice(steps(1, noise_share=0.3), configured(minimal)) == {}
+    assert advice(steps(1, noise_share=0.05), configured(minimal)) == {}
+
+
+def test_noise_that_is_noticed_names_the_clip_that_is_wide_enough(minimal: dict[str, Any]) -> None:
+    text = advice(steps(1, noise_share=0.12, noise_clip=0.0011), configured(minimal))["clip_is_noise"]
+    assert "12% of sequences" in text and "at 0.0011 on both sides, noise puts 1 % outside" in text
+    assert "clipping is noise" not in text
+    assert "clipping is noise" in advice(steps(1, noise_share=0.34), configured(minimal))["clip_is_noise"]
+
+
+def test_the_remedy_of_the_largest_cause_comes_first(minimal: dict[str, Any]) -> None:
+    outside = {"clipped_sequences": 0.5, "outside_clip_sequences": 0.6}
+    cases = {
+        "algorithm.old_logprobs: recompute": (0.5, 0.4),
+        "staleness.max_lag below 1": (0.5, 0.1),
+        "a wider clip": (0.2, 0.1),
+    }
+    for remedy, (start, noise) in cases.items():
+        figures = steps(10, **outside, outside_clip_at_start=start, outside_clip_noise=noise)
+        text = advice(figures, configured(minimal))["clipped_too_much"]
+        assert f"Try {remedy}" in text, remedy
+        assert f"{noise:.1%} by the engines' noise" in text
+
+
+def test_a_bound_of_weights_calls_for_no_advice_on_lost_signal(minimal: dict[str, Any]) -> None:
+    cispo = configured(minimal, algorithm={"objective": "cispo"})
+    assert advice(steps(20, clipped_sequences=0.9), cispo) == {}
+    assert advice(steps(20, clipped_sequences=0.0), cispo) == {}
+    dppo = configured(minimal, algorithm={"preset": "grpo", "objective": "dppo_tv"})
+    text = advice(steps(20, clipped_tokens=0.9), dppo)["clipped_too_much"]
+    assert "recompute" not in text
+
+
+def test_a_product_that_weighs_answers_down_is_said(minimal: dict[str, Any]) -> None:
+    keys = {"old_logprobs": "recompute", "behavior_correction": "truncate", "behavior_level": "product"}
+    product, low = configured(minimal, algorithm=keys), steps(5, behavior_weight_mean=0.06)
+    assert "0.06 in the mean" in advice(low, product)["answers_weighed_down"]
+    assert advice(low[:4], product) == {}
+    assert advice([*low[:4], {"behavior_weight_mean": 0.5}], product) == {}
+    assert advice(low, configured(minimal, algorithm=keys | {"behavior_level": "sequence"})) == {}
+
+
+def test_conversations_of_shorter_and_more_turns_are_said(config: Config) -> None:
+    shrinking = [{"turn_tokens_mean": 30.0 - step, "turns_mean": 4 + step / 10} for step in range(20)]
+    assert "fell to 46% and turns rose to 136%" in advice(shrinking, config)["turns_shrink"]
+    assert "seq-mean-turn-mean" in advice(shrinking, config)["turns_shrink"]
+    assert advice(shrinking[1:], config) == {}
+    fewer = [{**figures, "turns_mean": 4.0} for figures in shrinking]
+    longer = [{**figures, "turn_tokens_mean": 30.0} for figures in shrinking]
+    assert advice(fewer, config) == advice(longer, config) == {}
 
 
 def test_a_dtype_that_the_run_has_is_no_remedy_for_noise(minimal: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from gspo.common.service.traces import Traces
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.step_time import CAUSES
 from gspo.learner.intake import UntrainedGroups
-from gspo.learner.step_report import StepClock, StepPhase
+from gspo.learner.step_report import StepClock, StepPhase, export_figures
 from gspo.learner.training.step_metrics import row_metrics
 
 ROOT = Path(__file__).parents[4]
@@ -101,7 +101,7 @@ def test_every_figure_of_a_step_has_a_meaning() -> None:
     for phase in StepPhase:
         clock.end_phase(phase)
     used = {
-        *clock.metrics(),
+        *clock.end_step(1),
         *UntrainedGroups().take_metrics(),
         *(name for names, _ in CAUSES.values() for name in names),
     }
@@ -110,3 +110,13 @@ def test_every_figure_of_a_step_has_a_meaning() -> None:
     used |= set(row_metrics([]))
     names, beginnings = explained_figures()
     assert {name for name in used if name not in names and not name.startswith(beginnings)} == set()
+
+
+def test_figures_of_sources_have_the_source_as_a_label() -> None:
+    figures = {"tokens": 7.0, "sequences": 2.0, "source_a_b/reward_mean": 0.25, "source_c/groups": 3.0}
+    export_figures(figures, ["a_b", "c", "d"])
+    served = generate_latest(metrics.served_by("learner")).decode()
+    assert 'gspo_source_figure{figure="reward_mean",source="a_b"} 0.25' in served
+    assert 'gspo_source_figure{figure="groups",source="c"} 3.0' in served
+    assert 'gspo_step_figure{figure="tokens"} 7.0' in served
+    assert 'source="d"' not in served and 'figure="source_' not in served

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo.common.telemetry.step_time import seconds_by_cause, seconds_by_function, shares
+from gspo.common.telemetry.step_time import seconds_beside, seconds_by_cause, seconds_by_function, shares
 
 STEP = {
     "wait_s": 5.0, "wait_push_s": 0.5, "wait_queue_s": 1.0, "wait_generation_s": 2.0, "wait_reward_s": 1.5,
@@ -16,7 +16,8 @@ STEP = {
 def test_every_second_has_one_cause() -> None:
     found = seconds_by_cause(STEP)
     assert found == {
-        "issue": 0, "queue": 1.0, "generation": 2.0, "reward": 1.5, "intake": 0, "training": 3.0, "push": 0.75,
+        "issue": 0, "queue": 1.0, "generation": 2.0, "reward": 1.5, "intake": 0, "training": 3.0, "shift": 0,
+        "push": 0.75,
         "evaluation": 0.75, "checkpoint": 0.5, "log": 0.5,
     }  # fmt: skip
     assert sum(found.values()) == STEP["step_s"] + STEP["checkpoint_s"] + STEP["record_s"]
@@ -33,3 +34,10 @@ def test_shares_are_of_the_whole_time_and_the_largest_is_first() -> None:
 def test_a_function_is_known_by_the_wait_for_it() -> None:
     assert seconds_by_function(STEP, STEP, {"wait_reward_by_other_s": 4.0}) == {"other": 4.0, "slow": 3.0}
     assert list(seconds_by_function(STEP, {"wait_reward_by_other_s": 4.0})) == ["other", "slow"]
+
+
+def test_work_beside_the_learner_s_own_is_no_part_of_the_step() -> None:
+    beside = STEP | {"version_beside_s": 1.0}
+    assert seconds_by_cause(beside) == seconds_by_cause(STEP)
+    assert seconds_beside(beside, STEP) == {"making the version of the step before, beside training": 0.5}
+    assert seconds_beside(STEP) == seconds_beside() == {}

@@ -216,7 +216,8 @@ def test_the_configuration_names_the_column_of_the_prompt(tmp_path: Path, tokeni
         "reward": {"functions": [{"path": "reward.py"}]},
         "run": {"total_steps": 3},
     }
-    (prompt,) = training_prompts(parse_config(keys, tmp_path), tokenizer).prompts([0])
+    (prompts,) = training_prompts(parse_config(keys, tmp_path), tokenizer)
+    (prompt,) = prompts.prompts([0])
     assert (prompt.text, json.loads(prompt.columns_json)) == ("1+2=", {"prompt": "other"})
 
 

@@ -1,8 +1,20 @@
-"""The prompt order: every prompt once a pass, each pass its own order, the same again from the same seed."""
+"""The prompt order: every prompt once a pass, each pass its own order, the same again from the same seed.
+
+And the tasks of several sources.
+"""
 
 from __future__ import annotations
 
-from gspo.coordinator.groups.tasks import PromptOrder
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from gspo.common.config.loading import parse_config
+from gspo.coordinator.data.prompts import training_prompts
+from gspo.coordinator.groups.tasks import PromptOrder, TrainingTasks
+from gspo_proto.rollout_pb2 import GroupTask
 
 
 def places(order: PromptOrder, groups: range) -> list[int]:
@@ -36,3 +48,66 @@ def test_epochs_bound_the_groups() -> None:
     bounds = {0.01: 1, 0.29: 29, 1.0: 100, 2.5: 250}
     for epochs, num_groups in bounds.items():
         assert PromptOrder(100, seed=0, shuffle=True, total_epochs=epochs).num_groups == num_groups
+
+
+FUNCTION = {"builtin": "exact_match"}
+
+
+def write(folder: Path, name: str, num_prompts: int) -> None:
+    lines = [json.dumps({"prompt": f"{name} {number}", "answer": "a"}) for number in range(num_prompts)]
+    (folder / f"{name}.jsonl").write_text("\n".join(lines))
+
+
+def tasks_of(folder: Path, tokenizer: PreTrainedTokenizerFast, **data: Any) -> TrainingTasks:
+    keys = {
+        "name": "r",
+        "seed": 5,
+        "model": {"path": "m"},
+        "data": data,
+        "reward": {"functions": [FUNCTION]},
+        "sampling": {"stop": ["."]},
+        "run": {"total_steps": 3},
+    }
+    config = parse_config(keys, folder)
+    return TrainingTasks(config, training_prompts(config, tokenizer))
+
+
+async def taken(tasks: TrainingTasks, groups: range) -> list[GroupTask]:
+    await tasks.prepare(groups)
+    return [tasks.take(group) for group in groups]
+
+
+async def test_each_source_has_the_order_of_a_run_of_it_alone(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    write(tmp_path, "a", 7)
+    write(tmp_path, "b", 4)
+    alone = {
+        name: [task.prompt.text for task in await taken(tasks_of(tmp_path, tokenizer, prompts=f"{name}.jsonl"), groups)]
+        for name, groups in (("a", range(30)), ("b", range(10)))
+    }
+    sources = [{"name": "a", "prompts": "a.jsonl", "weight": 3}, {"name": "b", "prompts": "b.jsonl"}]
+    both = [task.prompt.text for task in await taken(tasks_of(tmp_path, tokenizer, sources=sources), range(40))]
+    assert [text for text in both if text.startswith("a")] == alone["a"]
+    assert [text for text in both if text.startswith("b")] == alone["b"]
+    assert [text[0] for text in both[:8]] == list("aabaaaba")
+    # A resumed run asks for groups in the middle alone.
+    resumed = await taken(tasks_of(tmp_path, tokenizer, sources=sources), range(23, 40))
+    assert [task.prompt.text for task in resumed] == both[23:]
+    (listed,) = [{**sources[0], "weight": 2.5}]
+    listed_alone = await taken(tasks_of(tmp_path, tokenizer, sources=[listed]), range(30))
+    assert [task.prompt.text for task in listed_alone] == alone["a"]
+
+
+async def test_each_task_has_the_reward_environment_and_stops_of_its_source(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    write(tmp_path, "a", 3)
+    write(tmp_path, "b", 3)
+    own = {"functions": [], "environment": {"path": "env.py", "max_turns": 3, "weight": 2.0}, "stop": []}
+    sources = [{"name": "a", "prompts": "a.jsonl"}, {"name": "b", "prompts": "b.jsonl", **own}]
+    first, second = await taken(tasks_of(tmp_path, tokenizer, sources=sources), range(2))
+    assert ([use.name for use in first.rewards], first.environment) == (["exact_match"], "")
+    assert list(first.sampling.stop) == ["."]
+    assert [(use.name, use.weight) for use in second.rewards] == [("environment", 2.0)]
+    assert (second.environment, second.play.max_turns, list(second.sampling.stop)) == ("env", 3, [])

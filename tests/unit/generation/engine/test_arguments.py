@@ -15,7 +15,7 @@ from gspo.generation.engine.arguments import ALLOWED_ARGS, OWN_ARGS, REFUSED_ARG
 
 
 def test_vllms_own_arguments_pass() -> None:
-    check_engine_args({"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "quantization": "fp8"})
+    check_engine_args({"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "quantization": "fp8_per_tensor"})
 
 
 def test_an_unknown_argument_names_the_nearest() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
+from gspo.common.config.sources import Source
 from gspo.learner.assembly.assembler import AddResult, Assembler, Batch, NoUsableGroups, PromptsUsedUp, WaitingForGroups
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlements
 from gspo_core.advantage import RunningMoments
@@ -22,6 +24,8 @@ def assembler(
     max_token_age: int | None = None,
     seed: int = 0,
     on_failure: Any = "rollout",
+    rewards_count: bool = True,
+    sources: Sequence[Source] = (Source(),),
     **algorithm: Any,
 ) -> Assembler:
     keys = {"rollout_batch_size": 2, "num_return_sequences_in_group": 2, "num_mini_batches": 1, **algorithm}
@@ -32,6 +36,8 @@ def assembler(
         settlements=Settlements(),
         moments=RunningMoments(),
         on_failure=on_failure,
+        rewards_count=rewards_count,
+        sources=sources,
     )
 
 
@@ -120,6 +126,23 @@ def test_advantages_are_normalised_in_the_group(fill) -> None:
     assert {row.number: row.advantage for row in batch.rows} == {
         0: pytest.approx(expected, rel=1e-12),
         1: pytest.approx(-expected, rel=1e-12),
+    }
+
+
+def test_under_a_teacher_alone_every_advantage_is_0(fill, scored) -> None:
+    """The rewards stay in the rows, and a failed score leaves its rollout out as elsewhere."""
+    a = assembler(rewards_count=False)
+    fill(a, 0)
+    a.add(scored(1, 0, reward=5.0))
+    a.add(scored(1, 1, reward=None))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    rows = {(row.group, row.number): (row.reward, row.advantage, row.skipped) for row in batch.rows}
+    assert rows == {
+        (0, 0): (1.0, 0.0, None),
+        (0, 1): (0.0, 0.0, None),
+        (1, 0): (5.0, 0.0, None),
+        (1, 1): (None, None, "failed"),
     }
 
 
@@ -458,3 +481,10 @@ def test_what_is_open_at_the_end_is_unused(fill, scored) -> None:
         (group, GroupEnding.UNUSED, "the run ended at step 1") for group in (1, 2, 3)
     ]
     assert a.settle_unused([0, 1, 2, 3], "again") == ()
+
+
+def test_a_row_has_the_source_of_its_group(fill) -> None:
+    a = assembler(sources=[Source(name="a", weight=3), Source(name="b")], rollout_batch_size=4)
+    fill(a, 3, 2, 1, 0)
+    batch = a.next_batch(0, {})
+    assert {row.group: row.source for row in batch.rows} == {0: "a", 1: "a", 2: "b", 3: "a"}

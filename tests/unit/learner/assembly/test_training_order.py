@@ -47,6 +47,9 @@ def rows(rewards: tuple[float, ...] = REWARDS) -> list[Row]:
         # The batch: mean 5, squared deviations 16, 4, 0, 36.
         ({"reward_norm": "batch"}, [-4 / (56 / 3) ** 0.5, -2 / (56 / 3) ** 0.5, 0, 6 / (56 / 3) ** 0.5]),
         ({"reward_norm": None, "reward_clip": 4}, [1, 3, 4, 4]),
+        # The other one of its group; the failed rollout of the second group is none.
+        ({"adv_estimator": "rloo", "reward_norm": "leave_one_out"}, [-2, 2, -6, 6]),
+        ({"preset": "dr-grpo", "adv_estimator": "grpo"}, [-1, 1, -3, 3]),
     ],
     ids=str,
 )

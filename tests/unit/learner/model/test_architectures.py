@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.learner.model_types import PAGE, examine, examine_all, quiet
+from gspo.common.model.heads import PADDED_TYPES
 
 # Of log-probs around -4.6, in float32.
 TOLERANCE = 1e-4
+
+
+def page_verdicts() -> set[tuple[str, str]]:
+    """(model_type, verdict) of every architecture on the page."""
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ") and "`" in line]
+    return {(name, verdict.strip("| ")) for verdict, _, names in rows[1:] for name in re.findall(r"`(.+?)`", names)}
 
 
 @pytest.mark.parametrize(
@@ -35,12 +42,15 @@ def test_a_model_has_its_own_log_probs_or_is_refused(tmp_path: Path, kind: str, 
     assert finding.difference is None or finding.difference < TOLERANCE
 
 
+def test_ranks_share_no_lines_of_the_models_that_the_page_pads() -> None:
+    listed = {name for name, verdict in page_verdicts() if verdict.endswith(", padded")}
+    assert listed == PADDED_TYPES
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_every_architecture_is_as_the_page_says() -> None:
     """Of every type that transformers has and the learner takes."""
     findings = examine_all()
     assert all(finding.difference < TOLERANCE for finding in findings if finding.difference is not None)
-    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ") and "`" in line]
-    listed = {(name, verdict.strip("| ")) for verdict, _, names in rows[1:] for name in re.findall(r"`(.+?)`", names)}
-    assert listed == {(f.kind, f.verdict) for f in findings}
+    assert page_verdicts() == {(f.kind, f.verdict) for f in findings}

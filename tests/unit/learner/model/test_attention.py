@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from gspo.learner.model.attention import attend_to, attention_name, short_causal_attention
+from gspo.learner.model import attention
+from gspo.learner.model.attention import (
+    attend_to,
+    attention_name,
+    attention_of_line,
+    has_variable_length_attention,
+    short_causal_attention,
+)
 from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.network import hidden_states
 
@@ -78,6 +88,34 @@ def test_packed_rollouts_keep_a_layer_s_sliding_window() -> None:
         attend_to(None)
     # The window shows in positions that are further back than it, and in no others.
     assert torch.allclose(wide[:4], packed[:4], atol=1e-4) and not torch.allclose(wide[10], packed[10], atol=1e-2)
+
+
+def test_a_line_tells_torch_its_bounds() -> None:
+    line = PackedRollouts.of([3, 3, 2, 1], 6)
+    assert (line.bound_N.tolist(), line.bound_N.dtype, line.longest) == ([0, 3, 6, 8, 9], torch.int32, 3)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_call_of_variable_length_attention_is_torch_s(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """On tensors without numbers: a CPU has the function, and no kernel for it."""
+    line = PackedRollouts.of([3, 2], 5).to(torch.device("meta"))
+    options: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+    tensors = [torch.empty(5, heads, 16, **options) for heads in (4, 2, 2)]
+    assert not has_variable_length_attention(torch.empty(5, 4, 16), torch.empty(5, 2, 16))
+    monkeypatch.setattr(attention, "has_variable_length_attention", lambda *_: True)
+    calls: list[tuple[int, int]] = []
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        calls.append(options["window_size"])
+        return varlen_attn(*arguments, **options)
+
+    monkeypatch.setattr(attention, "varlen_attn", called)
+    attended = attention_of_line(torch.nn.Module(), tensors, line, 0.0, None, sliding_window=window)
+    attended.sum().backward()
+    assert attended.shape == (5, 4, 16)
+    assert all(tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in tensors)
+    # A position itself is in the window: so many less one are behind it. Torch's word for no limit is -1.
+    assert calls == [(-1, 0) if window is None else (1, 0)]
 
 
 def test_a_long_rollout_among_short_ones_is_a_block_of_its_own() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -97,3 +101,19 @@ def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch: pytest
     digest = policy(1).digest
     monkeypatch.setattr(weights, "_MOST_THREADS", 1)
     assert policy(1).digest == digest
+
+
+async def test_packed_changes_need_none_of_their_policies() -> None:
+    base, newest = policy(1), policy(2, changed={"a": 0.1})
+    update = small_frames(newest, base)
+    ahead = [frame async for frame in update]
+    gone = [weakref.ref(base), weakref.ref(newest)]
+    num_bytes = await update.pack()
+    del base, newest
+    # A thread that packed lets its arguments go some moments after it has handed over the frame.
+    async with asyncio.timeout(10):
+        while any(reference() for reference in gone):
+            gc.collect()
+            await asyncio.sleep(0.01)
+    assert [frame async for frame in update] == ahead
+    assert num_bytes == sum(frame.ByteSize() for frame in ahead)

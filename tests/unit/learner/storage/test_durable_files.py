@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.rows import Row, row_from_scored
@@ -79,6 +81,27 @@ def test_writes_wait_for_free_disk_space_and_are_whole_then(small_disk: Path, ro
     with RunDir(small_disk / "run") as again:
         assert again.steplog.steps() == [1]
         assert [row.group for row in again.steplog.read(1)] == [1, 2]
+
+
+def test_a_checkpoint_waits_for_free_space_also_where_its_unfinished_file_is_removed(small_disk: Path) -> None:
+    """Less than the file, and more than a MiB, is free then."""
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    (small_disk / "filler").write_bytes(bytes(2**21))
+    activity, target = Activity("learner"), small_disk / "rank.safetensors"
+    tensors = {"weight": torch.zeros(3 * 2**18)}
+    disk = DiskSpace(activity)
+    writing = threading.Thread(
+        target=disk.retry_until_written, args=("a checkpoint", small_disk, lambda: save_file(tensors, target))
+    )
+    writing.start()
+    deadline = time.monotonic() + 20
+    while activity.what != "disk":
+        assert writing.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (small_disk / "filler").unlink()
+    writing.join(30)
+    assert load_file(target)["weight"].shape == tensors["weight"].shape
 
 
 def test_a_learner_that_is_asked_to_end_does_not_wait(small_disk: Path) -> None:

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from gspo.learner.storage.step_log import StepLog
-from tests.support.tiny_model import make_tiny_model
-from tests.support.training.figure_cases import CASES, STEP, figure_config, train_case
+from tests.support.training.figure_cases import CASES, STEP, figure_config, make_figure_models, train_case
 from tests.support.training.figure_reference import assert_figures_of_the_log
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("policy"), scale=4.0)
+    return make_figure_models(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.mark.parametrize("case", CASES)

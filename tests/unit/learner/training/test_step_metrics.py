@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.common.telemetry.source_figures import figures_of, named_sources
 from gspo.learner.training.step_metrics import mismatch_metrics, objective_metrics, row_metrics
 from gspo_core.figures import mismatch_stats
 from gspo_core.loss import policy_loss
@@ -35,17 +36,40 @@ def test_parts_of_the_reward_have_their_means(tmp_path: Path) -> None:
     assert not [name for name in row_metrics([replace(first, parts_json=alone)]) if name.startswith("part_")]
 
 
+def test_each_source_has_its_own_figures(tmp_path: Path) -> None:
+    rows = make_rows(make_tiny_model(tmp_path / "model"), num_groups=3)
+    groups = sorted({row.group for row in rows})
+    named = [
+        replace(row, source="a" if row.group == groups[0] else "b", reward=float(row.group == groups[1]))
+        for row in rows
+    ]
+    own = [row for row in named if row.source == "a"]
+    figures = row_metrics(named)
+    assert {name: figures[f"source_a/{name}"] for name in ("groups", "reward_mean", "zero_spread_groups")} == {
+        "groups": 1.0,
+        "reward_mean": 0.0,
+        "zero_spread_groups": 1.0,
+    }
+    assert (figures["source_b/groups"], figures["source_b/reward_mean"]) == (2.0, 0.5)
+    assert figures["source_a/response_tokens_mean"] == sum(int(row.mask.sum()) for row in own) / len(own)
+    assert sorted(named_sources([figures])) == ["a", "b"]
+    failed = row_metrics([replace(row, reward=None, failure="raised") for row in own])
+    assert figures_of("a", failed).keys() == {"groups", "response_tokens_mean"}
+    assert not named_sources([row_metrics(rows)])
+
+
 def test_conversations_have_figures_and_single_answers_none(tmp_path: Path) -> None:
     first, second, third, *_ = make_rows(make_tiny_model(tmp_path / "model"), num_groups=1)
     talked = replace(first, turns_json="[1]", num_turns=2, num_tool_calls=3, outcome="environment_done")
     cut = replace(second, turns_json="[1]", num_turns=5, num_malformed_calls=2, num_cut_turns=1, outcome="turn_limit")
     figures = row_metrics([talked, cut])
     assert (figures["turns_mean"], figures["tool_calls_mean"]) == (3.5, 1.5)
+    assert figures["turn_tokens_mean"] == (talked.mask.sum() + cut.mask.sum()) / 7
     assert figures["turns_done_mean"] == 2.0
     assert "turns_done_mean" not in row_metrics([cut])
     assert (figures["malformed_calls_mean"], figures["cut_turns_mean"]) == (1.0, 0.5)
     assert (figures["ended_environment_done"], figures["ended_turn_limit"]) == (0.5, 0.5)
-    assert not [name for name in row_metrics([third]) if name.startswith(("turns", "ended", "tool"))]
+    assert not [name for name in row_metrics([third]) if name.startswith(("turn", "ended", "tool"))]
 
 
 def outside(sigma: float, low: float, high: float) -> float:
@@ -71,8 +95,11 @@ def test_the_noise_share_is_of_what_the_clip_looks_at(preset: str) -> None:
     if preset == "grpo":
         expected = [outside(sigma, 0.01, 0.02)] * 2
     else:
-        lengths = [outside(sigma / math.sqrt(length), 3e-4, 4e-4) for length in (2, 2, 8)]
-        expected = [outside(sigma_sequence, 3e-4, 4e-4), sum(lengths) / 3]
+        # The means spread less than two independent tokens would, so nothing is shared: sqrt(6 * 0.0001 / 3) a token.
+        expected = [
+            sum(outside(token / math.sqrt(length), 3e-4, 4e-4) for length in (2, 2, 8)) / 3
+            for token in (math.sqrt(0.0002), sigma)
+        ]
     assert [figures["noise_share"], figures["noise_share_independent"]] == pytest.approx(expected, rel=1e-3)
 
 

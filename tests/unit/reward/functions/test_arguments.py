@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from gspo.common.config.reward import EnvironmentConfig, RewardConfig, RewardFunction
+from gspo.common.config.reward import EnvironmentConfig, RewardFunction
+from gspo.common.config.sources import Source, code_of
 from gspo.common.errors import InputError
 from gspo.reward.functions.arguments import MissingColumnError, arguments_for, check_columns
-from gspo.reward.functions.configured import check_names, open_function, read_code
+from gspo.reward.functions.configured import open_function, read_code
 from gspo.reward.functions.library import Library
 from gspo.reward.sandbox.calls import CallLimits, Signature
 from gspo.reward.sandbox.execution import Sandbox
@@ -183,13 +184,11 @@ def test_a_file_that_cannot_be_used_is_an_input_error(tmp_path: Path) -> None:
 def test_two_functions_of_one_name_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("def a(completions): ...\ndef b(completions): ...")
-    twice = RewardConfig(functions=(RewardFunction(path=file, entry="a"), RewardFunction(path=file, entry="b")))
+    twice = RewardFunction(path=file, entry="a"), RewardFunction(path=file, entry="b")
     with pytest.raises(InputError, match=r"reward.functions.1.name: 'r' names two functions"):
-        check_names(twice)
-    named = RewardConfig(
-        functions=(RewardFunction(path=file, entry="a"), RewardFunction(path=file, entry="b", name="b"))
-    )
-    check_names(named)
+        code_of([Source(functions=twice)])
+    named = RewardFunction(path=file, entry="a"), RewardFunction(path=file, entry="b", name="b")
+    code_of([Source(functions=named)])
 
 
 def test_a_column_that_is_not_there_names_the_nearest() -> None:

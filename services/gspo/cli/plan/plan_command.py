@@ -1,0 +1,101 @@
+"""The arguments of `gspo plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+# Of a plan for another machine.
+_PLANNED_CARDS = 8
+
+Model = Annotated[Path, typer.Argument(help="Folder of the model; its config.json is enough.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs in all. By default those of this machine, or 8.")]
+GpuMemory = Annotated[
+    float | None, typer.Option(help="Memory of a GPU in GB, such as 80. By default this machine's GPU is meant.")
+]
+CardName = Annotated[str | None, typer.Option(help="The GPU, such as 'H100 NVL'; --gpu-memory implies one.")]
+GpusPerHost = Annotated[int, typer.Option(min=1, help="GPUs of a host; more GPUs are on several hosts.")]
+HostMemoryGib = Annotated[
+    float | None,
+    typer.Option(
+        min=1, help="Memory of a host in GiB. By default what this machine has free, or twice that of the host's GPUs."
+    ),
+]
+Context = Annotated[str, typer.Option(help="Longest rollout in tokens, prompt and answer, such as 32k.")]
+Groups = Annotated[int, typer.Option(min=1, help="Prompts in a step.")]
+GroupSize = Annotated[int, typer.Option(min=1, help="Rollouts of a prompt.")]
+MaxLag = Annotated[int, typer.Option(min=0, max=64, help="staleness.max_lag.")]
+OnStale = Annotated[str, typer.Option(help="staleness.on_stale: wait, drop or mask.")]
+LoraRank = Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")]
+AnswerTokens = Annotated[
+    float | None, typer.Option(min=1, help="Mean tokens of an answer; a quarter of the longest by default.")
+]
+PromptTokens = Annotated[float | None, typer.Option(min=1, help="Tokens of a prompt; half of the longest by default.")]
+RatesFile = Annotated[Path | None, typer.Option(help="Results of make gpu-test, instead of assumed rates.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's code.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
+Write = Annotated[Path | None, typer.Option(help="Write the configuration to this file.")]
+
+
+def plan(
+    model: Model,
+    gpus: Gpus = None,
+    gpu_memory: GpuMemory = None,
+    card: CardName = None,
+    gpus_per_host: GpusPerHost = 8,
+    host_memory: HostMemoryGib = None,
+    context: Context = "8k",
+    groups: Groups = 64,
+    group_size: GroupSize = 8,
+    max_lag: MaxLag = 1,
+    on_stale: OnStale = "wait",
+    lora: LoraRank = 0,
+    answer_tokens: AnswerTokens = None,
+    prompt_tokens: PromptTokens = None,
+    rates: RatesFile = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+    write: Write = None,
+) -> None:
+    """Plan a run before anything is started: does it fit, how long is a step, how stale are its rollouts.
+
+    Example: [bold]gspo plan ~/models/Qwen3-8B --gpus 8 --gpu-memory 80 --context 32k[/]
+    """
+    from gspo.cli.plan.plan_request import PlanRequest
+    from gspo.cli.plan.plan_tables import plan_json, print_plan
+    from gspo.cli.plan.planner import cards_here, make_plan, parse_tokens, write_plan
+    from gspo.common.host.machine import GIB, free_memory
+
+    num_here = 0
+    if card is None and gpu_memory is None:
+        card, num_here = cards_here()
+    if num_here and host_memory is None:
+        host_memory = free_memory() / GIB
+    request = PlanRequest(
+        model=model,
+        num_cards=gpus or num_here or _PLANNED_CARDS,
+        card=card,
+        card_gb=gpu_memory,
+        cards_per_host=gpus_per_host,
+        host_gib=host_memory,
+        context=parse_tokens(context),
+        groups=groups,
+        group_size=group_size,
+        max_lag=max_lag,
+        on_stale=on_stale,
+        lora_rank=lora,
+        mean_answer=answer_tokens,
+        mean_prompt=prompt_tokens,
+        results=rates,
+        trust_remote_code=trust_remote_code,
+    )
+    planned = make_plan(request)
+    if write is not None:
+        write_plan(planned, write)
+    if as_json:
+        print(plan_json(planned))
+    else:
+        print_plan(planned, Console())

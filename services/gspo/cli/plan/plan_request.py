@@ -1,0 +1,105 @@
+"""A request of `gspo plan`, and what the search finds for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspo.common.config.loading import parse_config
+from gspo.common.config.schema import Config
+from gspo.common.host.machine import GIB
+from gspo.common.planning.host_memory import HOST_SHARE
+from gspo.common.planning.model_profile import ModelProfile
+from gspo.common.planning.rates import Card, Rate
+from gspo.common.planning.rollout_lengths import RolloutLengths
+from gspo.common.planning.search import Plan, Shortfall, search
+from gspo.common.planning.times import Machine
+
+# Tokens of the longest prompt, unless the context is short.
+_PROMPT_LENGTH, _PROMPT_SHARE = 2048, 4
+_K = 1024
+PROMPTS, REWARD = "prompts.jsonl", "reward.py"
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The arguments of `gspo plan`.
+
+    Attributes:
+        cards_per_host: At most; more cards are on several hosts.
+        host_gib: Of each host's own memory; None is assumed (host_memory.py).
+        context: Tokens of the longest rollout, prompt and answer.
+        mean_answer, mean_prompt: Tokens; None is assumed (rollout_lengths.py).
+        results: Of `make gpu-test`, with measured rates.
+    """
+
+    model: Path
+    num_cards: int
+    card: str | None = None
+    card_gb: float | None = None
+    cards_per_host: int = 8
+    host_gib: float | None = None
+    context: int = 8 * _K
+    groups: int = 64
+    group_size: int = 8
+    max_lag: int = 1
+    on_stale: str = "wait"
+    lora_rank: int = 0
+    mean_answer: float | None = None
+    mean_prompt: float | None = None
+    results: Path | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and everything that it follows from."""
+
+    request: PlanRequest
+    profile: ModelProfile
+    machine: Machine
+    lengths: RolloutLengths
+    plan: Plan
+
+
+def machine_of(request: PlanRequest, card: Card, rates: Mapping[str, Rate]) -> Machine:
+    """The machine of a request on such cards."""
+    memory_bytes = card.memory_bytes if request.card is None or request.card_gb is None else request.card_gb * GIB
+    host_bytes = HOST_SHARE * memory_bytes * min(request.num_cards, request.cards_per_host)
+    if request.host_gib is not None:
+        host_bytes = request.host_gib * GIB
+    return Machine(card, memory_bytes, rates, request.cards_per_host, host_bytes)
+
+
+def planned_request(request: PlanRequest, profile: ModelProfile, machine: Machine) -> Planned | Shortfall | None:
+    """The plan of a request; as `search` says where nothing fits."""
+    config = base_config(request)
+    lengths = RolloutLengths.of(config, prompt=request.mean_prompt, mean=request.mean_answer)
+    result = search(config, profile, request.num_cards, lengths, machine)
+    return Planned(request, profile, machine, lengths, result) if isinstance(result, Plan) else result
+
+
+def base_config(request: PlanRequest) -> Config:
+    """The configuration of a request before the search."""
+    prompt_length = min(_PROMPT_LENGTH, request.context // _PROMPT_SHARE)
+    return parse_config(
+        {
+            "name": re.sub(r"[^A-Za-z0-9._-]", "-", request.model.resolve().name).strip("._-")[:64] or "run",
+            "model": {"path": str(request.model.resolve()), "trust_remote_code": request.trust_remote_code},
+            "data": {"prompts": PROMPTS},
+            "reward": {"functions": [{"path": REWARD}]},
+            "algorithm": {
+                "rollout_batch_size": request.groups,
+                "num_return_sequences_in_group": request.group_size,
+                "prompt_length": prompt_length,
+                "response_length": request.context - prompt_length,
+            },
+            "staleness": {"max_lag": request.max_lag, "on_stale": request.on_stale},
+            "learner": {"lora": {"rank": request.lora_rank}},
+            "run": {"total_steps": 100},
+        },
+        base=Path.cwd(),
+        source="gspo plan",
+    )

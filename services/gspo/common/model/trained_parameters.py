@@ -1,0 +1,46 @@
+"""Parameters of a model folder that the optimizer updates: all, or those of adapters (LoRA). Those of a teacher too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gspo.common.config.engines import LoraConfig
+from gspo.common.config.schema import Config
+from gspo.common.model.files import ALL_LINEAR, ModelFiles, is_fused, is_stacked
+from gspo.common.model.teacher_files import read_teacher_files
+from gspo.common.planning.memory import TrainedSize
+
+
+def trained_size(config: Config, files: ModelFiles) -> TrainedSize:
+    """All parameters of a model folder, those that the optimizer updates, and those of the run's teacher.
+
+    Raises:
+        InputError: The teacher's folder is missing or broken.
+    """
+    size = TrainedSize(files.num_parameters, num_trained(config.learner.lora, files))
+    if not config.teacher.used:
+        return size
+    teacher = read_teacher_files(config)
+    rounded = sum(math.prod(shape) for shape in teacher.linear.values())
+    return replace(size, num_teacher=teacher.num_parameters, num_teacher_rounded=rounded)
+
+
+def num_trained(lora: LoraConfig, files: ModelFiles) -> int:
+    """Parameters that the optimizer updates; all of a pickle's, which is not looked into."""
+    if not lora.rank or not files.linear:
+        return files.num_parameters
+    layers = files.linear if lora.target_modules == (ALL_LINEAR,) else layers_of(lora.target_modules, files)
+    return sum(_num_of_adapter(layer, files.linear[layer], lora.rank) for layer in layers)
+
+
+def _num_of_adapter(layer: str, shape: Sequence[int], rank: int) -> int:
+    num_out, num_in = shape
+    # Two matrices of an expert that a loaded model holds as one: an adapter of twice the rank is over both.
+    return rank * (num_in + (2 if is_stacked(layer) and is_fused(layer) else 1) * num_out)
+
+
+def layers_of(names: Sequence[str], files: ModelFiles) -> list[str]:
+    """The layers that these names choose, by whole parts from the end as peft does."""
+    return [layer for layer in files.linear if any(f".{layer}".endswith(f".{name}") for name in names)]

@@ -1,0 +1,1 @@
+"""The cost of a run on GPUs, computed before anything is started: memory, time, weight updates, staleness."""

@@ -1,0 +1,132 @@
+"""The longest rollout that a generator can serve, the longest that a rank can train, and the micro-batch that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import floor
+
+from gspo.common.config.schema import Config
+from gspo.common.host.machine import DEFAULT_SHARE, GIB, SHARE_ARGUMENT
+from gspo.common.planning.memory import (
+    CONTEXT_BYTES,
+    TrainedSize,
+    generator_memory,
+    kv_bytes,
+    rank_memory,
+    reserved_bytes,
+)
+from gspo.common.planning.model_profile import ModelProfile
+
+# No model reads more.
+_MOST_TOKENS = 1 << 24
+# A default micro-batch beyond these saves little.
+_MOST_FILLED, _STEP_TOKENS = 65_536, 1024
+
+
+def engine_share(config: Config) -> float:
+    """The share of a card's memory that vLLM takes for one generator."""
+    share = config.generation.engine.get(SHARE_ARGUMENT)
+    return float(share) if isinstance(share, (int, float)) else DEFAULT_SHARE
+
+
+def share_beside(used_bytes: float, card_bytes: float) -> float:
+    """The share of a card's memory that one with a rank has left for vLLM, rounded down to hundredths.
+
+    Args:
+        used_bytes: By the tensors of the rank, and by other programs.
+    """
+    return floor(100 * (1 - (used_bytes + reserved_bytes(card_bytes)) / card_bytes)) / 100
+
+
+def kept_by_generators(config: Config, card_bytes: float, num_generators: int) -> float:
+    """Bytes of a card that a rank cannot have beside so many generators.
+
+    In the learner's shift on shared cards these are their contexts alone.
+    """
+    a_generator = CONTEXT_BYTES if config.placement == "shared" else card_bytes * engine_share(config)
+    return a_generator * num_generators
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """Tokens of the longest rollout that fits into memory.
+
+    Attributes:
+        planned: With all that the plan counts.
+        most: Without its assumptions: an engine's working memory, a card's memory in pieces.
+    """
+
+    planned: int
+    most: int
+
+
+def servable_bound(
+    config: Config, profile: ModelProfile, card_bytes: float, *, share: float, num_cards: int
+) -> MemoryBound:
+    """The capacity of a generator's KV cache: vLLM does not start with a cache smaller than its longest sequence.
+
+    Args:
+        share: Of each card, for vLLM.
+        num_cards: Of one generator.
+    """
+    memory = generator_memory(config, profile, card_bytes, share=share, tensor_parallel=num_cards)
+    most = (memory.kv_cache + memory.working) / kv_bytes(config, profile, num_cards)
+    return MemoryBound(_within_positions(memory.tokens, profile), _within_positions(most, profile))
+
+
+def servable_in_host_memory(config: Config, profile: ModelProfile) -> MemoryBound:
+    """As `servable_bound`, for an engine on the CPU, whose cache has generation.kv_cache_gb."""
+    tokens = _within_positions(config.generation.kv_cache_gb * GIB / kv_bytes(config, profile), profile)
+    return MemoryBound(tokens, tokens)
+
+
+def trainable_bound(
+    config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, free_bytes: float, reserve_bytes: float
+) -> MemoryBound:
+    """The capacity of a rank: a micro-batch of this rollout alone fits on its card.
+
+    Args:
+        free_bytes: Of the card, for the tensors of the rank.
+        reserve_bytes: Of the card, that the plan leaves free beside them.
+    """
+
+    def most_within(num_bytes: float) -> int:
+        def fits(num_tokens: int) -> bool:
+            changed = config.with_keys(learner={"micro_batch_tokens": max(1, num_tokens)})
+            return rank_memory(changed, size, ranks, profile=profile).peak <= num_bytes
+
+        return _within_positions(_largest(fits, _MOST_TOKENS), profile)
+
+    return MemoryBound(most_within(free_bytes), most_within(free_bytes + reserve_bytes))
+
+
+def fitting_micro_batch(config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, free_bytes: float) -> int:
+    """Tokens of the largest useful micro-batch that fits on a card, and at least the longest rollout.
+
+    No micro-batch needs more than a mini-batch of the longest rollouts, divided over the ranks.
+    """
+    algorithm = config.algorithm
+    longest = algorithm.longest_rollout
+    groups_of_ranks = max(1, ranks // config.learner.sequence_ranks)
+    useful = longest * -(-algorithm.num_rollouts // (algorithm.num_mini_batches * groups_of_ranks))
+
+    def fits(num_steps: int) -> bool:
+        changed = config.with_keys(learner={"micro_batch_tokens": max(1, num_steps * _STEP_TOKENS)})
+        return rank_memory(changed, size, ranks, profile=profile).peak <= free_bytes
+
+    most = min(useful, max(_MOST_FILLED, longest))
+    return max(longest, _STEP_TOKENS * _largest(fits, -(-most // _STEP_TOKENS)))
+
+
+def _within_positions(num_tokens: float, profile: ModelProfile) -> int:
+    return max(0, min(int(num_tokens), profile.max_positions or int(num_tokens)))
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, if every smaller one fits too; 0 if none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,16 @@
+"""How gspo starts a module of its own as a process."""
+
+from __future__ import annotations
+
+import sys
+
+# In the environment of every process that a supervisor starts, with the supervisor's id.
+SUPERVISOR_VARIABLE = "GSPO_SUPERVISOR"
+
+
+def module_command(module: str) -> tuple[str, ...]:
+    """The four words that run a module with this Python.
+
+    -P keeps the working directory off `sys.path`: a stray inspect.py of the user would replace the standard one.
+    """
+    return (sys.executable, "-P", "-m", module)

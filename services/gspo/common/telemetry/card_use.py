@@ -1,0 +1,78 @@
+"""How well a step uses the cards: MFU and tokens a second, of the learner alone and of the whole loop.
+
+    MFU = model flops / (seconds * peak flop/s of the cards)
+
+The learner's has the flops of training over `train_s` and the cards of its ranks. The loop's has the flops of training
+and of sampling the trained tokens over `step_s` and every card of learner and generators, each once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import structlog
+
+from gspo.common.planning.rates import CARDS
+
+log = structlog.get_logger()
+# Figure -> the time that it is over.
+_MEANS = {
+    "mfu": "step_s",
+    "tokens_per_s_per_card": "step_s",
+    "learner_mfu": "train_s",
+    "learner_tokens_per_s_per_card": "train_s",
+    "learner_flops_per_s": "train_s",
+}
+
+
+@cache
+def peak_flops(product: str) -> float | None:
+    """The dense bfloat16 flop/s of a kind of card, as nvidia-smi names it; None for an unknown one, logged once."""
+    if card := CARDS.get(product):
+        return card.flops
+    log.warning("unknown_card", card=product or "not named", effect="no MFU with it; the flops a second stay")
+    return None
+
+
+def card_use(
+    figures: Mapping[str, float], learner: Mapping[str, float | None], generators: Mapping[str, str]
+) -> dict[str, float]:
+    """Figures of the cards' use in a step; those that need an unknown peak, or flops that were not counted, are absent.
+
+    Args:
+        figures: Of the step; `train_flops` and `generation_flops` if the trainer counts them.
+        learner: Card of each rank -> its peak in flop/s, or None where it is unknown.
+        generators: Card of a generator -> its kind. Generators on CPUs have none: they share the learner's cores.
+    """
+    peaks = {**{card: peak_flops(product) for card, product in generators.items()}, **learner}
+    train_s, step_s = figures["train_s"], figures["step_s"]
+    use = {
+        "cards": float(len(peaks)),
+        "tokens_per_s_per_card": figures["tokens"] / step_s / len(peaks),
+        "learner_tokens_per_s_per_card": figures["tokens"] / train_s / len(learner),
+    }
+    if "train_flops" not in figures:
+        return use
+    use["learner_flops_per_s"] = figures["train_flops"] / train_s
+    if learner_peak := _sum_of_known(learner):
+        use["learner_mfu"] = use["learner_flops_per_s"] / learner_peak
+    if peak := _sum_of_known(peaks):
+        use["mfu"] = (figures["train_flops"] + figures["generation_flops"]) / step_s / peak
+    return use
+
+
+def mean_card_use(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means of these figures over the time of some steps, the learner's over that of training, as far as there are."""
+    means = {}
+    for name, seconds in _MEANS.items():
+        measured = [step for step in steps if name in step]
+        if total_s := math.fsum(step[seconds] for step in measured):
+            means[name] = math.fsum(step[name] * step[seconds] for step in measured) / total_s
+    return means
+
+
+def _sum_of_known(peaks: Mapping[str, float | None]) -> float | None:
+    known = [peak for peak in peaks.values() if peak is not None]
+    return math.fsum(known) if len(known) == len(peaks) else None

@@ -1,0 +1,81 @@
+"""Why sequences are outside the clip, in words and numbers for people: engines' noise, lag, movement.
+
+The learner splits the share of each step (services/gspo/learner/training/step_metrics.py). Here are means over steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from gspo.common.config.schema import Config
+
+
+@dataclass(frozen=True)
+class ClipCauses:
+    """Mean shares of sequences outside the clip. The parts add up to `outside` where both are known.
+
+    Attributes:
+        at_start: Outside at a step's first weights: noise and lag.
+        movement: Outside by the policy's own movement within a step.
+        noise, lag: None where the noise was not measured, and under old_logprobs: recompute.
+        noise_clip: The side of the clip at which noise alone puts one sequence in a hundred outside; the newest.
+    """
+
+    outside: float
+    at_start: float
+    movement: float
+    noise: float | None
+    lag: float | None
+    noise_clip: float | None
+
+    @property
+    def largest(self) -> str:
+        """The cause with the largest part: noise, lag or movement; empty if only the sum of noise and lag is known."""
+        parts = {"noise": self.noise, "lag": self.lag, "movement": self.movement}
+        known = {name: part for name, part in parts.items() if part is not None}
+        name = max(known, key=lambda cause: known[cause])
+        return name if known[name] >= self.at_start or self.noise is not None else ""
+
+
+def clip_causes(figures: Sequence[Mapping[str, float]]) -> ClipCauses | None:
+    """The causes over some steps; None where none of them has a split.
+
+    The noise is the mean of the steps that know it. A share of a few sequences may be below another by chance, so a
+    part is at least 0, and the parts add up.
+    """
+    steps = [step for step in figures if "outside_clip_at_start" in step]
+    if not steps:
+        return None
+    outside = fmean(step["outside_clip_sequences"] for step in steps)
+    at_start = min(fmean(step["outside_clip_at_start"] for step in steps), outside)
+    known = [step["outside_clip_noise"] for step in steps if "outside_clip_noise" in step]
+    noise = min(fmean(known), at_start) if known else None
+    clips = [step["noise_clip"] for step in steps if "noise_clip" in step]
+    return ClipCauses(
+        outside=outside,
+        at_start=at_start,
+        movement=outside - at_start,
+        noise=noise,
+        lag=None if noise is None else at_start - noise,
+        noise_clip=clips[-1] if clips else None,
+    )
+
+
+def clip_causes_line(figures: Sequence[Mapping[str, float]], config: Config) -> str:
+    """The causes over some steps in a sentence without its full stop; empty where none of them has a split."""
+    causes = clip_causes(figures)
+    if causes is None:
+        return ""
+    num = sum("outside_clip_at_start" in step for step in figures)
+    mean = f", mean of {num} steps" if num > 1 else ""
+    movement = f"{causes.movement:.1%} by the policy's movement within a step"
+    if config.algorithm.old_logprobs == "recompute":
+        parts = f"{movement}; with old_logprobs: recompute, neither noise nor lag is in the ratio"
+    elif causes.noise is not None:
+        parts = f"{causes.noise:.1%} by the engines' noise, {causes.lag:.1%} by lag, {movement}"
+    else:
+        why = "learner.mismatch_every: 0" if not config.learner.mismatch_every else "the noise is not measured yet"
+        parts = f"{causes.at_start:.1%} by noise and lag together ({why}), {movement}"
+    return f"Outside the clip: {causes.outside:.1%} of sequences{mean}: {parts}"

@@ -1,0 +1,34 @@
+"""The gateway: programs of others talk to the policy while it trains, by the APIs of OpenAI and Anthropic.
+
+waits for: requests. It ends with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from gspo.common.model.files import model_folder
+from gspo.common.service.app import App, Service, run_app
+from gspo.gateway.chat_api import chat_api
+from gspo.gateway.generators import Generators
+
+
+async def run_gateway(service: Service) -> None:
+    """Answer requests until the run ends or a signal comes."""
+    await run_app(service, startup, ends_with_run=True)
+
+
+@asynccontextmanager
+async def startup(service: Service) -> AsyncIterator[App]:
+    """Read tokenizer and chat template, and open the HTTP API."""
+    generators = Generators(service)
+    service.activity.set("busy", "reading the tokenizer")
+    service.http_api = await chat_api(service.config, model_folder(service.config.model), generators)
+    service.activity.set("waiting", "requests", f"as {service.config.gateway.model_name}")
+    yield App(partial(_until_stopping, service), background={"generators": generators.run})
+
+
+async def _until_stopping(service: Service) -> None:
+    await service.stopping.wait()

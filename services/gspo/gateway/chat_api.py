@@ -1,0 +1,93 @@
+"""The HTTP API of the gateway: vLLM's own routes for the APIs of OpenAI and Anthropic, on the policy of the run."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import cast
+
+from fastapi import FastAPI
+from vllm import AsyncEngineArgs
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.anthropic import api_router as messages
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion import api_router as chat
+from vllm.entrypoints.openai.completion import api_router as completions
+from vllm.entrypoints.openai.models import api_router as models
+from vllm.entrypoints.openai.responses import api_router as responses
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from gspo.common.config.schema import Config
+from gspo.common.network.http_server import ASGIApp, BoundedBodies, Message, Receive, Scope, Send
+from gspo.gateway.generators import Generators
+from gspo.gateway.policy_client import PolicyClient, versions_of_answer
+
+# A conversation of a million tokens, as text.
+_MAX_BODY_BYTES = 16 * 2**20
+VERSION_HEADER = b"x-gspo-version"
+
+
+async def chat_api(config: Config, folder: Path, generators: Generators) -> ASGIApp:
+    """The app of /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models.
+
+    Args:
+        folder: Of the model, for its tokenizer and chat template.
+    """
+    arguments = _arguments(config, folder)
+    client = PolicyClient(_vllm_config(config, folder), generators, config.gateway.request_timeout_s)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    await init_app_state(cast("EngineClient", client), app.state, arguments, ("generate",))
+    for api in (chat, completions, responses, messages, models):
+        api.attach_router(app)
+    init_exception_handler(app)
+    return _WithVersion(BoundedBodies(cast("ASGIApp", app), _MAX_BODY_BYTES))
+
+
+def _arguments(config: Config, folder: Path) -> Namespace:
+    """The arguments of `vllm serve` that its serving classes read."""
+    gateway = config.gateway
+    line = ["--model", str(folder), "--served-model-name", gateway.model_name]
+    if gateway.tool_parser is not None:
+        line += ["--enable-auto-tool-choice", "--tool-call-parser", gateway.tool_parser]
+    arguments = cast("Namespace", make_arg_parser(FlexibleArgumentParser()).parse_args(line))
+    # Where the classes look for it; vLLM's server copies its own option there.
+    arguments.structured_outputs_config.reasoning_parser = gateway.reasoning_parser or ""
+    return arguments
+
+
+def _vllm_config(config: Config, folder: Path) -> VllmConfig:
+    """vLLM's configuration of the model, without one of an engine."""
+    arguments = AsyncEngineArgs(
+        model=str(folder),
+        max_model_len=config.algorithm.longest_rollout,
+        trust_remote_code=config.model.trust_remote_code,
+        reasoning_parser=config.gateway.reasoning_parser or "",
+        # Sampling parameters of the model's folder do not replace a client's defaults.
+        generation_config="vllm",
+    )
+    return VllmConfig(
+        model_config=arguments.create_model_config(),
+        structured_outputs_config=arguments.create_structured_outputs_config(),
+    )
+
+
+class _WithVersion:
+    """Names the versions that sampled an answer in a header; a streamed one begins before they are known."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        versions: set[int] = set()
+        versions_of_answer.set(versions)
+
+        async def send_with_version(message: Message) -> None:
+            if message["type"] == "http.response.start" and versions:
+                span = "-".join(str(version) for version in sorted({min(versions), max(versions)}))
+                message = {**message, "headers": [*message["headers"], (VERSION_HEADER, span.encode())]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_version)

@@ -1,0 +1,41 @@
+"""The gateway's checks before the start. They import vLLM only for the name of a parser."""
+
+from __future__ import annotations
+
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError, nearest
+from gspo.common.model.files import model_folder
+
+
+def check(config: Config) -> None:
+    """Refuse parsers that vLLM does not know, and a model without a chat template.
+
+    Raises:
+        InputError: Names the key.
+    """
+    from transformers import AutoTokenizer  # here: with replicas 0 nothing is checked
+
+    folder = model_folder(config.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
+    if not tokenizer.chat_template:
+        raise InputError(
+            "gateway.replicas",
+            f"{config.gateway.replicas} serves chats, and the model in {folder} has no chat template",
+            "Add chat_template to its tokenizer files, or set gateway.replicas: 0",
+        )
+    _check_parsers(config)
+
+
+def _check_parsers(config: Config) -> None:
+    gateway = config.gateway
+    if gateway.tool_parser is None and gateway.reasoning_parser is None:
+        return
+    from vllm.reasoning import ReasoningParserManager  # here: importing vLLM takes seconds
+    from vllm.tool_parsers import ToolParserManager
+
+    for key, name, known in (
+        ("tool_parser", gateway.tool_parser, ToolParserManager.list_registered()),
+        ("reasoning_parser", gateway.reasoning_parser, ReasoningParserManager.list_registered()),
+    ):
+        if name is not None and name not in known:
+            raise InputError(f"gateway.{key}", f"{name} is not a parser of vLLM", nearest(name, known))

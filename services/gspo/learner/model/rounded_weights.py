@@ -1,0 +1,75 @@
+"""Finds the weights of a model that may come rounded to the dtype of its products, in half the bytes.
+
+training/policy_engine.py gathers them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import structlog
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gspo.learner.model.named_weights import Whole
+from gspo.learner.model.network import hidden_states, is_product
+from gspo.learner.model.spread_weights import whole_where_used
+
+log = structlog.get_logger()
+# bfloat16 would round it.
+_IN_PLACE_OF_ZEROS = 0.1
+
+
+def product_weights(causal_lm: PreTrainedModel) -> set[nn.Parameter]:
+    """The weights of linear layers and experts."""
+    vocabulary = causal_lm.config.get_text_config().vocab_size
+    owned = ((module, weight) for module in causal_lm.modules() for weight in module.parameters(recurse=False))
+    return {weight for module, weight in owned if is_product(module, weight, vocabulary)}
+
+
+@torch.no_grad()
+def rounded_weights(causal_lm: PreTrainedModel, dtype: torch.dtype, whole: Whole) -> list[nn.Parameter]:
+    """The weights that autocast rounds at every use: linear layers and experts.
+
+    Empty if a trial gives other states where they come rounded: from a layer that leaves autocast, or from experts with
+    adapters, which peft adds in float32.
+
+    Args:
+        dtype: Of the products.
+        whole: Gathers weights that are spread over the ranks.
+    """
+    rounded = product_weights(causal_lm)
+    as_stored, as_gathered = (_trial_states(causal_lm, dtype, whole, some) for some in ((), rounded))
+    if torch.equal(as_stored, as_gathered):
+        return list(rounded)
+    log.info("float32_gathers", model=type(causal_lm).__name__, reason="rounded weights give another state")
+    return []
+
+
+def _trial_states(causal_lm: PreTrainedModel, dtype: torch.dtype, whole: Whole, rounded: Collection[Tensor]) -> Tensor:
+    """The states [1, S, D] of some tokens, with some weights rounded."""
+
+    @contextmanager
+    def prepared(weights: Sequence[Tensor]) -> Iterator[None]:
+        with whole(weights):
+            stored = [(weight, weight.data) for weight in weights]
+            for weight, data in stored:
+                # Adapters add nothing before they are trained.
+                used = data if data.any() else torch.full_like(data, _IN_PLACE_OF_ZEROS)
+                weight.data = used.to(dtype).to(data.dtype) if weight in rounded else used
+            try:
+                yield
+            finally:
+                for weight, data in stored:
+                    weight.data = data
+
+    device, training = causal_lm.device, causal_lm.training
+    token_S = torch.arange(8, device=device) * 7 % causal_lm.config.get_text_config().vocab_size
+    causal_lm.eval()
+    try:
+        with whole_where_used(causal_lm, prepared), torch.autocast(device.type, dtype, cache_enabled=False):
+            return hidden_states(causal_lm, token_S[None], None)
+    finally:
+        causal_lm.train(training)

@@ -1,0 +1,1 @@
+"""The loss of a step: its targets and the terms of its micro-batches."""

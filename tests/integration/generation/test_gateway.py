@@ -1,0 +1,374 @@
+"""The gateway with the official clients over HTTP: one real vLLM engine behind two generators, which may be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+
+from gspo.common.errors import InputError
+from gspo.common.network.grpc_server import GrpcApi, GrpcServer
+from gspo.common.network.http_server import HttpServer
+from gspo.common.service.app import Service
+from gspo.common.service.health import HealthProbes
+from gspo.common.streams.instances import Instance, Registration
+from gspo.gateway.app import startup
+from gspo.gateway.check import check
+from gspo.generation.engine.api import Completion, EngineSampling, Tokens
+from gspo.generation.rollout.driver import RolloutDriver
+from gspo.generation.rollout.environment_client import EnvironmentClient
+from gspo.generation.rollout.episodes import Episodes
+from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
+from gspo_proto import generation_pb2_grpc
+from tests.integration.generation.conftest import SharedEngine
+from tests.support.push_peers import IdleLoop, service_of
+from tests.support.service_process import make_run
+from tests.support.tiny_model import make_tiny_model, make_tokenizer
+from tests.support.weights import stage
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+MESSAGES: Any = [{"role": "user", "content": "Say something long."}]
+TOKENIZER = make_tokenizer()
+PROMPT = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+GREEDY: dict[str, Any] = {"model": "policy", "temperature": 0.0, "max_tokens": 40}
+
+
+@dataclass
+class Generator:
+    """A generator's gRPC server and its heartbeat."""
+
+    server: GrpcServer
+    registration: Registration
+    beating: asyncio.Task[None]
+
+    async def lose(self) -> None:
+        """End it as a kill does: its calls break."""
+        await self.server.stop(0.0)
+        self.beating.cancel()
+
+
+@dataclass
+class Gateway:
+    """A gateway with its clients, and the generators behind it."""
+
+    service: Service
+    address: str
+    generators: list[Generator]
+    shared: SharedEngine
+    openai: AsyncOpenAI
+    anthropic: AsyncAnthropic
+
+    async def greedy_answer(self, num_tokens: int = 40) -> str:
+        """The engine's own answer at temperature 0."""
+        sampling = EngineSampling(max_tokens=num_tokens, temperature=0.0)
+        completion = await self.shared.engine.generate("alone", PROMPT, sampling)
+        return str(TOKENIZER.decode(completion.token_ids, skip_special_tokens=True))
+
+
+@asynccontextmanager
+async def started_generator(service: Service, shared: SharedEngine, name: str) -> AsyncIterator[Generator]:
+    driver = RolloutDriver(
+        shared.engine, TOKENIZER, service.config.generation, Episodes(EnvironmentClient(service), TOKENIZER)
+    )
+    servicer = GenerationGrpcServicer(service, shared.engine, shared.copies, driver, IdleLoop())  # type: ignore[arg-type]
+    api = GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server))
+    server = GrpcServer(api, host="127.0.0.1", port=0, token=service.options.token)
+    await server.start()
+    instance = Instance("generation", name, grpc=server.address)
+    registration = Registration(service.redis, service.keys, instance, service.activity, servicer.facts)
+    beating = asyncio.create_task(registration.run())
+    yield Generator(server, registration, beating)
+    beating.cancel()
+    await server.stop(0.0)
+
+
+@asynccontextmanager
+async def started_gateway(
+    shared: SharedEngine, redis_url: str, folder: Path, num_generators: int = 2, **keys: Any
+) -> AsyncIterator[Gateway]:
+    folder.mkdir(exist_ok=True)
+    (folder / "token").write_text("a-token-of-thirty-two-characters\n")
+    config = make_run(
+        folder,
+        shared.folders[0],
+        name=f"run-{uuid.uuid4().hex[:8]}",
+        gateway={"replicas": 1, "request_timeout_s": 60, **keys},
+        algorithm={"prompt_length": 256, "response_length": 256},
+        services={"token_file": str(folder / "token")},
+    )
+    async with AsyncExitStack() as stack:
+        service = service_of("gateway-0", config, redis_url)
+        stack.push_async_callback(service.close)
+        generators = [
+            await stack.enter_async_context(started_generator(service, shared, f"generation-{number}"))
+            for number in range(num_generators)
+        ]
+        app = await stack.enter_async_context(startup(service))
+        works = [asyncio.create_task(work()) for work in app.background.values()]
+        http = HttpServer(HealthProbes(service), "127.0.0.1", 0, config.services)
+        works.append(asyncio.create_task(http.run()))
+        service.problems.clear()
+        url, key = f"http://{http.address}", service.options.token
+        clients: dict[str, Any] = {"api_key": key, "max_retries": 0}
+        yield Gateway(
+            service,
+            http.address,
+            generators,
+            shared,
+            AsyncOpenAI(base_url=f"{url}/v1", **clients),
+            AsyncAnthropic(base_url=url, **clients),
+        )
+        for work in works:
+            work.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(
+    generator: SharedEngine, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Gateway]:
+    async with started_gateway(generator, redis_url, tmp_path_factory.mktemp("run")) as started:
+        yield started
+
+
+async def test_a_chat_is_the_engines_answer_with_its_log_probs_and_version(gateway: Gateway) -> None:
+    expected = await gateway.shared.engine.generate("alone", PROMPT, EngineSampling(max_tokens=40, temperature=0.0))
+    raw = await gateway.openai.chat.completions.with_raw_response.create(messages=MESSAGES, logprobs=True, **GREEDY)
+    reply = raw.parse()
+    choice = reply.choices[0]
+    assert choice.message.content == await gateway.greedy_answer()
+    assert choice.finish_reason in ("length", "stop")
+    assert choice.logprobs and choice.logprobs.content
+    assert [round(token.logprob, 4) for token in choice.logprobs.content] == [round(x, 4) for x in expected.logp]
+    assert reply.usage and reply.usage.completion_tokens == len(expected.token_ids)
+    assert raw.headers["x-gspo-version"] == str(gateway.shared.engine.version)
+
+
+async def test_every_api_gives_the_same_answer_streamed_or_not(gateway: Gateway) -> None:
+    expected = await gateway.greedy_answer()
+    stream = await gateway.openai.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY)
+    pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert "".join(pieces) == expected
+    response = await gateway.openai.responses.create(
+        model="policy", input=MESSAGES, temperature=0.0, max_output_tokens=40
+    )
+    assert response.output_text == expected
+    text = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    completion = await gateway.openai.completions.create(prompt=text, **GREEDY)
+    assert completion.choices[0].text == expected
+    asked: Any = {"messages": MESSAGES, "model": "policy", "max_tokens": 40, "extra_body": {"temperature": 0.0}}
+    message = await gateway.anthropic.messages.create(**asked)
+    assert "".join(block.text for block in message.content if block.type == "text") == expected
+    async with gateway.anthropic.messages.stream(**asked) as stream_of_messages:
+        assert "".join([text async for text in stream_of_messages.text_stream]) == expected
+    assert [model.id async for model in gateway.openai.models.list()] == ["policy"]
+
+
+async def test_a_stop_string_ends_the_answer_and_the_request(gateway: Gateway) -> None:
+    expected = await gateway.greedy_answer()
+    stop = expected[5]
+    reply = await gateway.openai.chat.completions.create(messages=MESSAGES, stop=[stop], **GREEDY)
+    assert reply.choices[0].message.content == expected[: expected.index(stop)]
+    assert reply.choices[0].finish_reason == "stop"
+    await idle(gateway)
+
+
+async def test_an_answer_continues_under_new_weights(gateway: Gateway, tmp_path: Path) -> None:
+    shared, sampling = gateway.shared, {**GREEDY, "temperature": 1.0, "max_tokens": 200}
+    before = shared.engine.version
+    asking = [
+        asyncio.create_task(
+            gateway.openai.chat.completions.with_raw_response.create(messages=MESSAGES, seed=number + 1, **sampling)
+        )
+        for number in range(8)
+    ]
+    async with asyncio.timeout(60):
+        while shared.engine.num_running < len(asking) // 2:  # some may end early
+            await asyncio.sleep(0.01)
+    folder = make_tiny_model(tmp_path / "new", seed=20 + before, scale=4.0)
+    stage(shared.copies, folder)
+    await shared.engine.load(before + 1, shared.copies, on_update="recompute", timeout_s=60)
+    shared.folders.append(folder)
+    spans = {(await reply).headers["x-gspo-version"] for reply in asking}
+    assert f"{before}-{before + 1}" in spans
+
+
+async def test_an_answer_survives_its_generator(generator: SharedEngine, redis_url: str, tmp_path: Path) -> None:
+    long = {**GREEDY, "max_tokens": 200}
+    async with started_gateway(generator, redis_url, tmp_path / "run", num_generators=1) as gateway:
+        expected = await gateway.greedy_answer(200)
+        stream = await gateway.openai.chat.completions.create(messages=MESSAGES, stream=True, **long)
+        text = ""
+        async with started_generator(gateway.service, generator, "generation-1"):
+            async for chunk in stream:
+                text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+                if text and gateway.generators:
+                    await gateway.generators.pop().lose()
+        assert not gateway.generators
+        assert text == expected
+
+
+async def test_without_a_generator_the_client_gets_an_error_of_its_own_kind(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    async with started_gateway(
+        generator, redis_url, tmp_path / "run", num_generators=0, request_timeout_s=1.0
+    ) as gateway:
+        with pytest.raises(openai.InternalServerError, match="no generator has finished") as refused:
+            await gateway.openai.chat.completions.create(messages=MESSAGES, **GREEDY)
+        assert refused.value.status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"n": 2, "temperature": 1.0}, "n is not supported here"),
+        ({"logit_bias": {"5": 1}}, "logit_bias is not supported here"),
+        ({"presence_penalty": 0.5}, "presence_penalty is not supported here"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs is not supported here"),
+        ({"response_format": {"type": "json_object"}}, "structured_outputs is not supported here"),
+        ({"messages": [{"role": "user", "content": "x" * 900}]}, "512"),
+        ({"messages": []}, "empty conversation"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+async def test_what_generators_do_not_take_is_refused(gateway: Gateway, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        await gateway.openai.chat.completions.create(**{"messages": MESSAGES, **GREEDY, **keys})
+
+
+async def test_unknown_models_paths_and_callers_are_refused(gateway: Gateway) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-5"):
+        await gateway.openai.chat.completions.create(messages=MESSAGES, **{**GREEDY, "model": "gpt-5"})
+    for client in (gateway.openai.with_options(api_key="other"), gateway.anthropic.with_options(api_key="other")):
+        with pytest.raises(Exception, match="the shared token is missing or wrong"):
+            await client.models.list()
+    async with httpx.AsyncClient(headers={"x-api-key": gateway.anthropic.api_key or ""}) as client:
+        huge = await client.post(f"http://{gateway.address}/v1/messages", json={"messages": "x" * 17_000_000})
+        assert huge.status_code == 413
+        assert (await client.get(f"http://{gateway.address}/v1/files")).status_code == 404
+
+
+class SpeakingEngine:
+    """An engine with one answer, so that a parser of tool calls has something to read."""
+
+    version, is_asleep = 3, False
+
+    def __init__(self, text: str) -> None:
+        self._token_ids = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
+        """All of it, after a while in which its half can be seen."""
+        await asyncio.sleep(0.1)
+        return Completion(**vars(self.partial_output(request_id, len(self._token_ids))), finish="stop")
+
+    def num_sampled(self, request_id: str) -> int:
+        """Half of the answer."""
+        return len(self._token_ids) // 2
+
+    def partial_output(self, request_id: str, num: int | None = None) -> Tokens:
+        """Half of the answer."""
+        token_ids = self._token_ids[: num or self.num_sampled(request_id)]
+        return Tokens(token_ids, [-0.5] * len(token_ids), [self.version] * len(token_ids))
+
+
+class EndlessEngine(SpeakingEngine):
+    """One whose answers end by a cancellation alone.
+
+    Attributes:
+        num_running: Requests.
+    """
+
+    num_running = 0
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
+        """It never returns."""
+        self.num_running += 1
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            self.num_running -= 1
+
+
+async def test_a_client_that_hangs_up_leaves_no_request_in_the_engine(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    engine: Any = EndlessEngine("the beginning and the end")
+    shared = replace(generator, engine=engine)
+    async with started_gateway(shared, redis_url, tmp_path / "run") as gateway:
+        stream = await gateway.openai.chat.completions.create(
+            messages=MESSAGES, model="policy", max_tokens=200, stream=True
+        )
+        text = ""
+        while not text:
+            text = (await anext(stream)).choices[0].delta.content or ""
+        assert engine.num_running == 1
+        await stream.close()
+        await idle(gateway)
+
+
+async def test_a_tool_call_reaches_clients_in_their_own_form(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    add = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 22}}\n</tool_call>'
+    engine: Any = SpeakingEngine(add)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tool: Any = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": schema}}
+    shared = replace(generator, engine=engine)
+    keys = {"model_name": "student", "tool_parser": "hermes"}
+    async with started_gateway(shared, redis_url, tmp_path / "run", **keys) as gateway:
+        asked: Any = {"messages": MESSAGES, "tools": [tool], "model": "student"}
+        reply = await gateway.openai.chat.completions.create(**asked)
+        (call,) = reply.choices[0].message.tool_calls or []
+        assert call.type == "function"
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 22})
+        assert reply.choices[0].finish_reason == "tool_calls"
+        stream = await gateway.openai.chat.completions.create(**asked, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream if chunk.choices]
+        parts = [part.function for delta in deltas for part in delta.tool_calls or [] if part.function]
+        assert "".join(part.name or "" for part in parts) == "add"
+        assert json.loads("".join(part.arguments or "" for part in parts)) == {"a": 1, "b": 22}
+        message = await gateway.anthropic.messages.create(
+            model="student",
+            max_tokens=200,
+            messages=MESSAGES,
+            tools=[{"name": "add", "description": "adds", "input_schema": schema}],
+        )
+        used = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
+        assert used == [("add", {"a": 1, "b": 22})]
+        assert message.stop_reason == "tool_use"
+
+
+async def test_thoughts_are_separated(generator: SharedEngine, redis_url: str, tmp_path: Path) -> None:
+    engine: Any = SpeakingEngine("Here is my thought process: I add. Here is my response: 22")
+    shared = replace(generator, engine=engine)
+    async with started_gateway(shared, redis_url, tmp_path / "run", reasoning_parser="granite") as gateway:
+        reply = await gateway.openai.chat.completions.create(messages=MESSAGES, model="policy")
+    message = reply.choices[0].message.to_dict()
+    assert (str(message["reasoning"]).strip(), str(message["content"]).strip()) == ("I add.", "22")
+
+
+@pytest.mark.parametrize("key", ["tool_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_before_the_start(generator: SharedEngine, tmp_path: Path, key: str) -> None:
+    config = make_run(tmp_path, generator.folders[0], gateway={"replicas": 1, key: "qwen33"})
+    with pytest.raises(InputError, match=rf"gateway.{key}: qwen33 is not a parser of vLLM. Did you mean"):
+        check(config)
+
+
+async def idle(gateway: Gateway) -> None:
+    """Wait until the engine has no request."""
+    async with asyncio.timeout(10):
+        while gateway.shared.engine.num_running:
+            await asyncio.sleep(0.01)

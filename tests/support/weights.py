@@ -1,0 +1,21 @@
+"""Weights of another model, staged as a push stages them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gspo.generation.engine.staging import PolicyCopies
+
+
+def stage(copies: PolicyCopies, folder: Path) -> PolicyCopies:
+    """Stage another model's weights in full, in pieces, as a push does."""
+    other = PolicyCopies.from_folder(folder, "float32")
+    copies.begin(changes=False)
+    for name in copies.places:
+        bits = other.serving.bits(name)
+        half = len(bits) // 2
+        copies.write(name, 0, bits[:half].tobytes())
+        copies.write(name, half, bits[half:].tobytes())
+    assert copies.staged_digest() == other.serving_digest()
+    other.close()
+    return copies

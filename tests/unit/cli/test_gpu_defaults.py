@@ -1,0 +1,186 @@
+"""The default split of a machine's cards: generators, ranks and the engine's arguments that a user leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.plans.published_models import published_models
+from gspo.cli.processes.placement import place
+from gspo.cli.processes.planned_memory import PlannedModel, planned_memory
+from gspo.cli.processes.programs import process_names
+from gspo.cli.rundir import gpu_defaults
+from gspo.cli.rundir.user_config import UserConfig, user_config
+from gspo.common.config.schema import Config
+from gspo.common.host.machine import visible_gpus
+from gspo.common.planning.memory import TrainedSize
+from gspo.common.planning.rates import CARDS, rates_of
+from gspo.common.planning.rollout_lengths import RolloutLengths
+from gspo.common.planning.search import Plan, costs
+from gspo.common.planning.times import Machine
+from gspo.common.streams.keys import SERVICES
+from tests.support.gpu_machine import GIB, PRODUCT, pretend_gpu_machine
+from tests.support.small_planned_model import small_planned_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
+    return small_planned_model(tmp_path_factory.mktemp("small"), max_positions=32768)
+
+
+@pytest.fixture(autouse=True)
+def counted_model(model: PlannedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_defaults, "read_planned_model", lambda _config, **_: model)
+
+
+def published(name: str, monkeypatch: pytest.MonkeyPatch, *, host_gib: int) -> PlannedModel:
+    """A published model instead of the small one, on a host with so much free memory."""
+    counted = published_models()[name]
+    model = PlannedModel(TrainedSize(counted.num_parameters, counted.num_parameters), counted)
+    monkeypatch.setattr(gpu_defaults, "read_planned_model", lambda _config, **_: model)
+    monkeypatch.setattr(gpu_defaults, "free_memory", lambda: host_gib * GIB)
+    return model
+
+
+def user(raw_config: dict[str, Any], folder: Path, **sections: dict[str, Any]) -> UserConfig:
+    return user_config({**raw_config, **sections}, folder)
+
+
+def split_of(config: Config) -> tuple[int, int]:
+    return config.generation.replicas, config.learner.ranks
+
+
+def test_every_card_has_work_and_ranks_have_equal_parts(
+    tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (2, 4, 8):
+        pretend_gpu_machine(monkeypatch, tmp_path / f"machine-{number}", number)
+        config = user(raw_config, tmp_path).for_device()
+        replicas, ranks = split_of(config)
+        assert min(replicas, ranks) >= 1 and number - 1 <= replicas + ranks <= number
+        algorithm = config.algorithm
+        assert algorithm.num_rollouts % (algorithm.num_mini_batches * ranks) == 0
+        placement = place(config, process_names(config, SERVICES), visible_gpus())
+        assert all(row[2] in ("nobody", "") for row in placement.rows())
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "learner", "saving"),
+    [
+        ("Qwen3-0.6B", (2, 4, 8), {}, (0, "none")),
+        ("Qwen3-8B", (8,), {}, (3, "none")),
+        ("Qwen3-8B", (2, 4, 8), {"zero_stage": 3, "offload": "all"}, (3, "all")),
+        ("Qwen3-32B", (8,), {}, (3, "optimizer")),
+    ],
+)
+def test_the_split_has_the_shortest_step_of_all_that_fit(
+    tmp_path: Path,
+    raw_config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    numbers: tuple[int, ...],
+    learner: dict[str, Any],
+    saving: tuple[int, str],
+) -> None:
+    """Of cards with 80 GB, by the costs that `gspo plan` compares; all of them are used, and all fit."""
+    model = published(name, monkeypatch, host_gib=2048)
+    user_keys = user(raw_config, tmp_path, learner=learner)
+    h100 = CARDS[PRODUCT]
+    machine = Machine(h100, 80 * GIB, rates_of(h100))
+    for number in numbers:
+        pretend_gpu_machine(monkeypatch, tmp_path / f"machine-{number}", number)
+        config = user_keys.for_device()
+        assert (sum(split_of(config)), config.learner.zero_stage, config.learner.offload) == (number, *saving)
+        names = process_names(config, SERVICES)
+        planned = planned_memory(config, place(config, names, visible_gpus()), names, model)
+        assert all(memory.spare is not None and memory.spare >= 0 for memory in planned.values())
+        # As the split was chosen: micro-batches are filled afterwards.
+        before = config.with_keys(learner={"micro_batch_tokens": user_keys.for_cpus.micro_batch_tokens})
+        plans = []
+        for ranks in (ranks for ranks in (1, 2, 4) if ranks < number):
+            chosen = before.with_keys(learner={"ranks": ranks}, generation={"replicas": number - ranks})
+            plans.append(costs(chosen, model.profile, number, ranks, RolloutLengths.of(chosen), machine))
+        fitting = [plan for plan in plans if isinstance(plan, Plan)]
+        best = min(fitting, key=lambda plan: plan.fast.step_s * plan.slow.step_s)
+        assert split_of(config) == (best.replicas, best.ranks)
+
+
+@pytest.mark.parametrize(
+    ("learner", "expected"),
+    [
+        ({}, (2, "optimizer")),
+        ({"zero_stage": 3}, (3, "all")),
+        ({"zero_stage": 0}, (0, "none")),  # nothing fits: the start names the missing memory
+        ({"deepspeed": {"zero_optimization": {"overlap_comm": True}}}, (0, "none")),
+    ],
+)
+def test_memory_is_saved_as_far_as_needed_and_as_the_user_allows(
+    tmp_path: Path,
+    raw_config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    learner: dict[str, Any],
+    expected: tuple[int, str],
+) -> None:
+    published("Qwen3-8B", monkeypatch, host_gib=512)
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 1)
+    config = user(raw_config, tmp_path, learner=learner).for_device()
+    assert (config.learner.zero_stage, config.learner.offload) == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"generation": {"replicas": 2}}, (2, 4)),  # of six cards, four have equal parts of a mini-batch
+        ({"learner": {"ranks": 2}}, (6, 2)),
+        ({"learner": {"ranks": 2}, "generation": {"engine": {"tensor_parallel_size": 2}}}, (3, 2)),
+        ({"generation": {"replicas": 1}, "learner": {"ranks": 1}}, (1, 1)),
+        ({"learner": {"ranks": 0}}, (1, 0)),  # the user starts the learner, on any number of cards
+    ],
+)
+def test_a_given_number_stays_and_the_rest_follows(
+    tmp_path: Path,
+    raw_config: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any],
+    expected: tuple[int, int],
+) -> None:
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 8)
+    assert split_of(user(raw_config, tmp_path, **sections).for_device()) == expected
+
+
+def test_a_single_card_is_shared_so_that_both_fit(
+    tmp_path: Path, raw_config: dict[str, Any], model: PlannedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 1, gib=24)
+    user_keys = user(raw_config, tmp_path)
+    config = user_keys.for_device()
+    share = config.generation.engine["gpu_memory_utilization"]
+    assert (split_of(config), 0 < share < 0.92) == ((1, 1), True)
+    names = process_names(config, SERVICES)
+    planned = planned_memory(config, place(config, names, visible_gpus()), names, model)
+    assert all(memory.spare is not None and memory.spare >= 0 for memory in planned.values())
+    assert f"generation.engine: {{gpu_memory_utilization: {share}}}" in user_keys.note(config)
+    # A resume keeps it, on any machine; a value of the user's own stays.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert user_keys.for_run(config) == config
+    own = user(raw_config, tmp_path, generation={"engine": {"gpu_memory_utilization": 0.3}})
+    assert own.for_run(config).generation.engine == {"gpu_memory_utilization": 0.3}
+
+
+def test_a_model_that_needs_several_cards_gets_them(
+    tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 4, gib=3)
+    long = {"prompt_length": 1024, "response_length": 23552}
+    config = user(raw_config, tmp_path, algorithm=long, generation={"max_rollouts": 16}).for_device()
+    assert config.generation.engine == {"tensor_parallel_size": 2}
+    assert split_of(config)[0] == 1
+
+
+def test_slices_of_a_card_are_left_to_their_user(
+    tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 1, slices={0: ["3g.40gb", "3g.40gb", "1g.10gb"]})
+    assert split_of(user(raw_config, tmp_path).for_device()) == (1, 1)

@@ -1,0 +1,79 @@
+"""The section `teacher`: contradictions, and sections that may be absent beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo.common.config.loading import parse_config, read_config
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+
+REWARD = {"functions": [{"path": "reward.py"}]}
+ALONE = {"path": "larger", "alone": True}
+
+
+def parsed(teacher: dict[str, Any], reward: dict[str, Any] | None = None, **sections: Any) -> Config:
+    keys = {"name": "test", "model": {"path": "m"}, "data": {"prompts": "p.jsonl"}, "run": {"total_steps": 1}}
+    return parse_config({**keys, "teacher": teacher, "reward": reward or {}, **sections}, base=Path("/base"))
+
+
+def refused(*args: Any, **sections: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        parsed(*args, **sections)
+    return caught.value
+
+
+@pytest.mark.parametrize(("key", "value"), [("coef", 0.5), ("kl_in", "loss"), ("alone", True), ("allow_pickle", True)])
+def test_a_key_without_a_teacher_is_refused(key: str, value: Any) -> None:
+    error = refused({key: value}, REWARD)
+    assert error.where == f"teacher.{key}" and "there is none" in error.rule
+    assert not parsed({}, REWARD).teacher.used
+
+
+def test_rewards_may_be_absent_beside_a_teacher_alone() -> None:
+    assert not parsed(ALONE).reward.functions
+    error = refused({"path": "larger"})
+    assert error.where == "reward.functions" and "teacher.alone: true" in error.fix
+    # An evaluation measures rewards.
+    assert refused(ALONE, evaluation={"prompts": "e.jsonl"}).where == "reward.functions"
+    assert parsed(ALONE, REWARD, evaluation={"prompts": "e.jsonl"}).teacher.alone
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("filter_zero_spread", True), ("overlong_buffer", 8), ("reward_clip", 5.0), ("reward_shift", True)],
+)
+def test_a_key_of_rewards_has_no_effect_beside_a_teacher_alone(key: str, value: Any) -> None:
+    error = refused(ALONE, REWARD, algorithm={key: value})
+    assert error.where == f"algorithm.{key}" and "rewards have no part" in error.rule
+    parsed({"path": "larger"}, REWARD, algorithm={key: value})
+    # A preset's values are accepted.
+    for preset in ("roll-gspo", "dr-grpo"):
+        parsed(ALONE, REWARD, algorithm={"preset": preset})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("pg_clip", 0.1), ("importance_sampling", "token"), ("advantage_clip", 1.0), ("objective", "cispo")],
+)
+def test_a_key_of_advantages_has_no_effect_where_all_are_0(key: str, value: Any) -> None:
+    loss = {**ALONE, "kl_in": "loss"}
+    error = refused(loss, algorithm={key: value})
+    assert error.where == f"algorithm.{key}" and "every advantage is 0" in error.rule
+    parsed(ALONE, algorithm={key: value})
+    # A KL in the rewards is an advantage.
+    parsed(loss, algorithm={key: value, "add_token_level_kl": True})
+
+
+def test_the_example_is_a_configuration() -> None:
+    config = read_config(Path(__file__).parents[4] / "examples/arithmetic/distill.yaml")
+    assert config.teacher.alone and config.reward.functions
+
+
+def test_a_folder_beside_the_file_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "larger").mkdir()
+    keys = {"name": "t", "model": {"path": "m"}, "data": {"prompts": "p"}, "run": {"total_steps": 1}, "teacher": ALONE}
+    assert parse_config(keys, base=tmp_path).teacher.path == str(tmp_path / "larger")

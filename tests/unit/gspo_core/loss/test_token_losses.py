@@ -1,0 +1,105 @@
+"""CISPO and DPPO by hand: which tokens keep their gradient, with which weight, and refusals."""
+
+import math
+
+import pytest
+import torch
+
+from gspo_core.loss import LOSS_AGG_MODES, policy_loss
+from gspo_core.stats import figures
+from gspo_core.token_losses import binary_divergence
+
+
+def gradient_of(p, q, A, objective, low=0.2, high=0.3, **options):
+    """Gradient in log p of a single token's loss, and the shares cut below and above."""
+    logp_BT = torch.tensor([[math.log(p)]], dtype=torch.float64, requires_grad=True)
+    old_BT, A_BT = torch.tensor([[math.log(q)]], dtype=torch.float64), torch.tensor([[A]])
+    options = {"importance_sampling": "token", "pg_clip_low": low, "pg_clip_high": high, **options}
+    loss, stats = policy_loss(logp_BT, old_BT, A_BT, torch.ones(1, 1), objective=objective, **options)
+    loss.backward()
+    seen = figures(stats)
+    return logp_BT.grad.item(), (seen["clipped_low_tokens"], seen["clipped_high_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "A", "weight", "bounded"),
+    [
+        (0.5, 0.5, 1.0, 1.0, (0, 0)),
+        (0.5, 0.25, 1.0, 1.3, (0, 1)),  # the ratio 2 counts as 1.3, where the clip would take the token out
+        (0.5, 0.25, -1.0, 1.3, (0, 1)),
+        (0.25, 0.5, -1.0, 0.8, (1, 0)),
+        (0.25, 0.5, 1.0, 0.8, (1, 0)),
+    ],
+)
+def test_cispo_bounds_the_weight_of_a_token_and_never_takes_it_out(p, q, A, weight, bounded):
+    assert gradient_of(p, q, A, "cispo") == (pytest.approx(-weight * A), bounded)
+
+
+def test_cispo_has_the_gradient_of_gspo_where_no_weight_is_bounded():
+    """With one advantage a sequence, and whether the ratio is seq or seq_token."""
+    torch.manual_seed(0)
+    old_BT, A_B1 = -torch.rand(4, 6, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)
+    mask_BT = torch.arange(6) < torch.tensor([6, 1, 3, 4])[:, None]
+    moved_BT = old_BT + 0.05 * torch.randn(4, 6, dtype=torch.float64)
+    for mode in LOSS_AGG_MODES:
+        gradients = []
+        for objective, kind in (("clip", "seq"), ("cispo", "seq"), ("cispo", "seq_token")):
+            logp_BT = moved_BT.clone().requires_grad_()
+            options = {"objective": objective, "importance_sampling": kind, "pg_clip_low": 0.9, "pg_clip_high": 9.0}
+            policy_loss(
+                logp_BT, old_BT, A_B1.expand(4, 6), mask_BT, loss_agg_mode=mode, max_response_length=9, **options
+            ).loss.backward()
+            gradients.append(logp_BT.grad)
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "A", "is_cut"),
+    [
+        (1e-3, 1e-5, 1.0, False),  # a ratio of 100, and next to no probability moved
+        (0.6, 0.99, -1.0, True),  # a ratio that the clip of 0.2 lets through at 0.8, and 0.39 moved
+        (0.6, 0.99, 1.0, False),  # back towards where it was sampled
+        (0.9, 0.5, 1.0, True),
+        (0.9, 0.5, -1.0, False),
+    ],
+)
+def test_dppo_cuts_by_the_probability_moved_away_and_not_by_the_ratio(p, q, A, is_cut):
+    slope, cut = gradient_of(p, q, A, "dppo_tv", low=0.2, high=0.3)
+    assert slope == (0.0 if is_cut else pytest.approx(-A * p / q))
+    assert sum(cut) == is_cut
+
+
+@pytest.mark.parametrize(("p", "q"), [(0.5, 0.25), (0.25, 0.5), (1e-3, 1e-5), (1.0, 0.5), (0.5, 1.0), (1.0, 1.0)])
+def test_the_divergences_are_those_of_a_coin(p, q):
+    logp_BT, old_BT = torch.tensor([[math.log(p)]]), torch.tensor([[math.log(q)]])
+    assert binary_divergence(logp_BT, old_BT, "dppo_tv").item() == pytest.approx(abs(p - q), rel=1e-5, abs=1e-7)
+    rest = 0.0 if q == 1 else (1 - q) * math.log((1 - q) / max(1 - p, 1e-12))
+    expected = q * math.log(q / p) + rest
+    assert binary_divergence(logp_BT, old_BT, "dppo_kl").item() == pytest.approx(expected, rel=1e-4, abs=1e-10)
+
+
+@pytest.mark.parametrize("objective", ["cispo", "dppo_tv", "dppo_kl"])
+def test_what_stands_on_padding_reaches_neither_loss_nor_gradient(objective):
+    logp_BT = torch.tensor([[-0.5, math.nan], [-0.3, -math.inf]], requires_grad=True)
+    old_BT, mask_BT = torch.tensor([[-0.4, math.nan], [-0.6, 1.0]]), torch.tensor([[1, 0], [1, 0]])
+    A_BT = torch.tensor([[1.0, math.nan], [-1.0, math.inf]])
+    loss, stats = policy_loss(logp_BT, old_BT, A_BT, mask_BT, objective=objective, importance_sampling="token")
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert bool(torch.isfinite(logp_BT.grad).all())
+    assert not logp_BT.grad[:, 1].any()
+    assert all(math.isfinite(value) for value in figures(stats).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "ppo"}, "objective is 'ppo'; it must be one of clip, cispo, dppo_tv, dppo_kl"),
+        ({"objective": "cispo", "dual_clip": 1.4}, "dual_clip is 1.4 and objective 'cispo'"),
+        ({"objective": "dppo_tv", "importance_sampling": "seq"}, "objective is 'dppo_tv', which bounds tokens"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        gradient_of(0.5, 0.5, 1.0, **options)

@@ -1,0 +1,211 @@
+"""That every key of the algorithm reaches the loss: step and micro-batches against the formulas in plain NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.learner.model.batch import StepBatch, rank_micro_batches
+from gspo.learner.objective.step_loss import has_gradient, micro_batch_loss, step_targets
+from tests.support.training.numpy_reference import (
+    advantages,
+    behavior_weight,
+    kl,
+    loss_and_gradient,
+    token_weights,
+)
+from tests.support.training.rollout_rows import row_of
+
+RESPONSE_LENGTH = 32
+REINFORCE = {"adv_estimator": "reinforce", "reward_norm": "batch"}
+RECOMPUTE = {"old_logprobs": "recompute", "behavior_high": 1.05}
+CASES: list[dict[str, Any]] = [
+    {},
+    {"preset": "grpo"},
+    {"importance_sampling": "seq_token"},
+    {"loss_agg_mode": "seq-mean-token-sum"},
+    {"loss_agg_mode": "seq-mean-token-sum-norm"},
+    {"loss_agg_mode": "token-mean"},
+    {"loss_agg_mode": "seq-mean-turn-mean"},
+    {"loss_agg_mode": "seq-mean-turn-mean", "importance_sampling": "token", "use_kl_loss": True, "kl_loss_coef": 0.2},
+    {"pg_clip": 0.05},
+    {"pg_clip": 0.05, "pg_clip_reference_length": 3},
+    {"pg_clip": 0.05, "pg_clip_reference_length": 3, "importance_sampling": "seq_token"},
+    {"importance_sampling": "token", "dual_clip_loss": 1.1},
+    {"objective": "cispo"},
+    {"objective": "cispo", "importance_sampling": "token", "pg_clip_low": 0.1, "pg_clip_high": 0.1},
+    {"objective": "dppo_tv", "importance_sampling": "token", "pg_clip": 0.02},
+    {"objective": "dppo_kl", "importance_sampling": "token", "pg_clip": 0.002},
+    {**REINFORCE, "gamma": 0.9},
+    {**REINFORCE, "whiten_advantages": True},
+    {**REINFORCE, "advantage_clip": 0.5},
+    {**REINFORCE, "add_token_level_kl": True, "kl_coef": 0.3},
+    *({"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_kind": kind} for kind in ("k1", "k2", "k3")),
+    {"use_kl_loss": True, "kl_loss_coef": 0.2, "loss_agg_mode": "token-mean"},
+    {**RECOMPUTE, "behavior_correction": "truncate", "behavior_low": 0.98},
+    {**RECOMPUTE, "behavior_correction": "mask", "behavior_low": 0.95},
+    {**RECOMPUTE, "behavior_correction": "mask", "behavior_low": 0.9, "behavior_level": "token"},
+    {**RECOMPUTE, "behavior_correction": "mask", "behavior_low": 0.9, "behavior_level": "product"},
+    {**RECOMPUTE, "behavior_correction": "truncate", "behavior_low": 0.9, "behavior_level": "product"},
+    {"behavior_correction": "mask", "behavior_low": 0.95, "behavior_high": 1.05},
+    {"behavior_correction": "mask", "behavior_low": 0.8, "behavior_high": 1.2, "behavior_level": "token"},
+    {"behavior_correction": "mask", "behavior_low": 0.8, "behavior_high": 1.2, "behavior_level": "product"},
+]
+
+
+def random_batch(rng: np.random.Generator) -> StepBatch:
+    """Twelve conversations of 1 to 9 tokens, some with a token that is not the policy's."""
+    rows = []
+    for number in range(12):
+        length = int(rng.integers(1, 10))
+        mask = np.arange(length) != 2
+        rows.append(
+            row_of(
+                step=1,
+                group=number // 4,
+                number=number % 4,
+                prompt_token_ids=np.array([5, 6], dtype=np.int32),
+                token_ids=rng.integers(3, 90, length).astype(np.int32),
+                mask=mask,
+                version=np.zeros(length, dtype=np.int32),
+                logp=rng.normal(-1.5, 0.3, length).astype(np.float32),
+                advantage=float(rng.normal()) if number else 0.0,
+                reward=0.0,
+                mini_batch=0,
+                temperature=1.0,
+                num_turns=1 + number % 3,
+            )
+        )
+    return StepBatch.from_rows(rows)
+
+
+@pytest.mark.parametrize("keys", CASES, ids=str)
+def test_loss_and_gradient_are_those_of_the_formulas_with_these_keys(keys: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    values = {"response_length": RESPONSE_LENGTH, "rollout_batch_size": 3, "num_return_sequences_in_group": 4, **keys}
+    algorithm = AlgorithmConfig.model_validate(values)
+    batch = random_batch(rng)
+    behavior, mask = batch.behavior_BT.double().numpy(), batch.mask_BT.numpy()
+    old = behavior + (rng.normal(0, 0.1, mask.shape) if "old_logprobs" in keys else 0)
+    logp, ref = (values + rng.normal(0, 0.2, mask.shape) for values in (old, old))
+
+    loss, gradient, targets = in_parts(algorithm, batch, logp, old, ref if algorithm.needs_reference else None)
+    expected, slope, kept = by_the_formulas(algorithm, batch, logp, old, ref)
+    assert (targets.mask_BT.numpy() == kept).all()
+    assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert np.abs(gradient - slope)[kept].max() < 1e-6
+    assert not gradient[~kept].any()
+    # The rollouts without a backward pass are exactly those that have no gradient but for the clip.
+    moves = (slope != 0).any(1)
+    assert not (moves & ~has_gradient(algorithm, targets).numpy()).any()
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean"])
+def test_the_entropy_bonus_is_aggregated_like_the_loss_and_lifts_every_counted_token(mode: str) -> None:
+    rng = np.random.default_rng(0)
+    batch = random_batch(rng)
+    entropy_BT = torch.tensor(rng.exponential(size=batch.mask_BT.shape), requires_grad=True)
+    each = token_weights(batch.mask_BT.numpy(), mode, RESPONSE_LENGTH)
+    losses = {}
+    for coef in (0.0, 0.3):
+        algorithm = AlgorithmConfig.model_validate({"entropy_coef": coef, "loss_agg_mode": mode})
+        targets = step_targets(algorithm, batch, batch.behavior_BT, None)
+        assert bool(has_gradient(algorithm, targets).all()) == (coef > 0)  # one advantage is 0
+        (micro,) = rank_micro_batches(batch, range(len(batch)), 1000, rank=0, num_ranks=1, packing=True)
+        num_tokens = int(batch.mask_BT.sum())
+        losses[coef], _ = micro_batch_loss(
+            algorithm,
+            micro,
+            micro.take(batch.behavior_BT),
+            micro.take(entropy_BT),
+            targets,
+            num_sequences=len(batch),
+            num_tokens=num_tokens,
+            num_turns=len(batch),
+        )
+    assert not losses[0.0].requires_grad
+    expected = -0.3 * (each * entropy_BT.detach().numpy()).sum()
+    assert float((losses[0.3] - losses[0.0]).detach()) == pytest.approx(expected, rel=1e-5)
+    losses[0.3].backward()
+    assert entropy_BT.grad is not None
+    np.testing.assert_allclose(entropy_BT.grad.numpy(), -0.3 * each, rtol=1e-6, atol=0)
+
+
+def in_parts(
+    algorithm: AlgorithmConfig, batch: StepBatch, logp: Any, old: Any, ref: Any
+) -> tuple[torch.Tensor, Any, Any]:
+    """Loss, gradient and targets as the learner makes them, in micro-batches of a few rollouts."""
+    logp_BT = torch.tensor(logp, requires_grad=True)
+    targets = step_targets(algorithm, batch, torch.tensor(old), None if ref is None else torch.tensor(ref))
+    num_sequences, num_tokens = int(targets.mask_BT.any(-1).sum()), int(targets.mask_BT.sum())
+    total = torch.zeros((), dtype=torch.float64)
+    for micro in rank_micro_batches(batch, range(len(batch)), 24, rank=0, num_ranks=1, packing=True):
+        logp_RT = micro.take(logp_BT)
+        part, _ = micro_batch_loss(
+            algorithm,
+            micro,
+            logp_RT,
+            torch.zeros_like(logp_RT),
+            targets,
+            num_sequences=num_sequences,
+            num_tokens=num_tokens,
+            num_turns=int(targets.turns_B[targets.mask_BT.any(-1)].sum()),
+        )
+        total = total + part
+    total.backward()
+    assert logp_BT.grad is not None
+    return total.detach(), logp_BT.grad.numpy(), targets
+
+
+def by_the_formulas(
+    algorithm: AlgorithmConfig, batch: StepBatch, logp: Any, old: Any, ref: Any
+) -> tuple[float, Any, Any]:
+    """Loss, gradient in logp, and the mask after the correction."""
+    kept, mask = batch.mask_BT.numpy().copy(), batch.mask_BT.numpy()
+    weight = np.ones(kept.shape)
+    if algorithm.behavior_correction != "none" and algorithm.old_logprobs == "inference":
+        present = behavior_weight(logp, old, mask, algorithm.behavior_level)
+        weight = ((present >= algorithm.behavior_low) & (present <= algorithm.behavior_high)).astype(float)
+        assert 0 < weight[kept].mean() < 1, "nothing or everything is masked: the case shows nothing"
+    elif algorithm.behavior_correction != "none":
+        weight = behavior_weight(old, batch.behavior_BT.double().numpy(), mask, algorithm.behavior_level)
+        inside = (weight >= algorithm.behavior_low) & (weight <= algorithm.behavior_high)
+        if algorithm.behavior_correction == "mask":
+            assert (kept & ~inside).any(), "nothing is masked: the case shows nothing"
+            kept &= inside
+        else:
+            assert (weight[mask] < algorithm.behavior_low).any() and (weight[mask] > algorithm.behavior_high).any()
+            low = algorithm.behavior_low if algorithm.behavior_level == "product" else 0.0
+            weight = np.clip(weight, low, algorithm.behavior_high)
+    penalty = algorithm.kl_coef * kl(old, ref, "k1") if algorithm.add_token_level_kl else np.zeros(kept.shape)
+    row_advantages = np.array([row.advantage for row in batch.rows])
+    advantage = advantages(
+        row_advantages, kept, penalty, algorithm.gamma, algorithm.whiten_advantages, algorithm.advantage_clip
+    )
+    turns = [row.num_turns for row in batch.rows]
+    low, high = algorithm.clip
+    loss, gradient = loss_and_gradient(
+        logp,
+        old,
+        advantage * weight * kept,
+        kept,
+        algorithm.importance_sampling,
+        low,
+        high,
+        algorithm.dual_clip,
+        algorithm.loss_agg_mode,
+        RESPONSE_LENGTH,
+        algorithm.objective,
+        algorithm.pg_clip_reference_length,
+        turns=turns,
+    )
+    if algorithm.use_kl_loss:
+        d, each = ref - logp, token_weights(kept, algorithm.loss_agg_mode, RESPONSE_LENGTH, turns=turns)
+        slope = {"k1": np.ones(d.shape), "k2": -d, "k3": 1 - np.exp(d)}[algorithm.kl_kind]
+        loss += float((algorithm.kl_loss_coef * kl(logp, ref, algorithm.kl_kind) * each)[kept].sum())
+        gradient = gradient + algorithm.kl_loss_coef * slope * each
+    return loss, gradient, kept

@@ -1,0 +1,80 @@
+"""The changes of several versions: applied one by one they make the newest, and few enough of them are kept."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from gspo.common.weights import Packed, apply_changes
+from gspo.learner.push import policy_weights
+from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
+from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+NUM_ELEMENTS = 4000
+
+
+def versions(number: int, *, changed: int = 10) -> list[PolicyWeights]:
+    """Versions of one tensor, each with other elements changed than the one before, and one that always changes."""
+    weights = torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    policies = []
+    for version in range(number):
+        weights = weights.clone()
+        weights[version * changed : (version + 1) * changed] += 1.0
+        weights[-1] = version
+        policies.append(weights_from(version, {"a": weights}))
+    return policies
+
+
+async def chain_of(policies: list[PolicyWeights], max_length: int) -> ChangeChain:
+    chain = ChangeChain(max_length)
+    for base, policy in pairwise(policies):
+        chain.add(WeightUpdate(policy, base))
+        await chain.wait_until_packed()
+        chain.forget_packed()
+    return chain
+
+
+async def applied(changes: ChainedChanges, to: PolicyWeights) -> np.ndarray:
+    bits = to.bits["a"].copy()
+    async for frame in changes:
+        packed = frame.tensor.changes
+        apply_changes(bits[frame.tensor.offset :], Packed(packed.num_listed, packed.packed))
+    return bits
+
+
+async def test_changes_applied_one_after_another_make_the_newest_version() -> None:
+    policies = versions(4)
+    chain = await chain_of(policies, 3)
+    for base in policies[:3]:
+        changes = chain.update_from(base.digest)
+        assert changes is not None and changes.target == policies[3].facts
+        header = changes.header("run", 1, "learner")
+        assert (header.base_digest, header.digest) == (base.digest, policies[3].digest)
+        assert (await applied(changes, base) == policies[3].bits["a"]).all()
+
+
+async def test_as_many_versions_are_kept_as_the_chain_is_long() -> None:
+    policies = versions(5)
+    chain = await chain_of(policies, 2)
+    kept = [chain.update_from(policy.digest) is not None for policy in policies]
+    assert kept == [False, False, True, True, False], "the newest version needs no changes to itself"
+
+
+async def test_large_changes_are_kept_for_the_version_before_alone() -> None:
+    policies = versions(4, changed=1000)
+    chain = await chain_of(policies, 3)
+    assert [chain.update_from(policy.digest) is not None for policy in policies] == [False, False, True, False]
+
+
+async def test_a_failure_of_the_packing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_weights, "pack_changes", lambda *_: 1 / 0)
+    chain, (base, policy) = ChangeChain(1), versions(2)
+    chain.add(WeightUpdate(policy, base))
+    await chain.wait_until_packed()
+    with pytest.raises(ZeroDivisionError):
+        chain.forget_packed()
+    chain.forget_packed()
