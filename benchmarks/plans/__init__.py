@@ -1,0 +1,1 @@
+"""Plans of published models on usual machines, for docs/scale.md."""

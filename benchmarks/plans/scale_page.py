@@ -1,0 +1,98 @@
+"""Writes the planned part of docs/scale.md: `python -m benchmarks.plans.scale_page`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.plans.published_models import published_models
+from gspo.cli.plan.plan_request import Planned, PlanRequest, machine_of, planned_request
+from gspo.cli.plan.plan_tables import short_number
+from gspo.cli.plan.refusal import counted
+from gspo.common.host.machine import GIB
+from gspo.common.planning.rates import find_card, rates_of
+from gspo.common.planning.search import Shortfall
+from gspo.common.planning.times import Seconds, parallel_cards
+
+PAGE = Path(__file__).parents[2] / "docs/scale.md"
+BEGIN, END = "<!-- planned: python -m benchmarks.plans.scale_page -->\n", "<!-- end of planned -->\n"
+_HEADS = (
+    "model, H100 of 80 GB, context",
+    "learner",
+    "generators",
+    "GiB of a rank, of a host",
+    "s a step",
+    "bound by",
+    "update: GB of changes, s",
+)
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """One row: a model on so many cards, with the longest rollout in tokens, and GiB of memory of each host."""
+
+    model: str
+    num_cards: int
+    context: int
+    host_gib: float = 2048
+
+
+CASES = (
+    PlannedCase("Qwen3-0.6B", 1, 4096),
+    PlannedCase("Qwen3-8B", 8, 8192),
+    PlannedCase("Qwen3-8B", 8, 32_768),
+    PlannedCase("Qwen3-30B-A3B", 16, 16_384),
+    PlannedCase("Qwen3-32B", 8, 32_768),
+    PlannedCase("Qwen3-32B", 64, 32_768),
+    PlannedCase("Qwen3-235B-A22B", 64, 16_384, host_gib=4096),
+    PlannedCase("Qwen3-235B-A22B", 128, 16_384, host_gib=4096),
+)
+
+
+def planned_case(case: PlannedCase) -> Planned | Shortfall | None:
+    """The plan of a row, with assumed rates."""
+    card = find_card(None, 80)
+    request = PlanRequest(Path(case.model), case.num_cards, context=case.context, host_gib=case.host_gib)
+    machine = machine_of(request, card, rates_of(card))
+    return planned_request(request, published_models()[case.model], machine)
+
+
+def planned_table() -> str:
+    """The table as Markdown."""
+    rows = [_HEADS, ("---",) * len(_HEADS), *(_row(case) for case in CASES)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _row(case: PlannedCase) -> tuple[str, ...]:
+    where = f"{case.model}, {case.num_cards}, {case.context:,}"
+    planned = planned_case(case)
+    if not isinstance(planned, Planned):
+        missing = f"does not fit: {planned.missing_bytes / GIB:,.0f} GiB are missing" if planned else "does not divide"
+        return (where, missing, *[""] * (len(_HEADS) - 2))
+    plan, learner = planned.plan, planned.plan.config.learner
+    shared = f", {learner.sequence_ranks} share a line" if learner.sequence_ranks > 1 else ""
+    offload = "" if learner.offload == "none" else f", offload {learner.offload}"
+    low, high, _ = plan.update.sent_bytes
+    return (
+        where,
+        f"{counted(plan.ranks, 'rank')}, ZeRO {learner.zero_stage}{offload}{shared}",
+        f"{plan.replicas} of {counted(parallel_cards(plan.config), 'card')}",
+        f"{plan.rank.peak / GIB:.0f}, {plan.host.total / GIB:,.0f}",
+        _span(Seconds(plan.fast.step_s, plan.slow.step_s)),
+        plan.slow.bound,
+        f"{short_number(low / 1e9)} to {short_number(high / 1e9)}, {_span(plan.update.all)}",
+    )
+
+
+def _span(seconds: Seconds) -> str:
+    return f"{seconds.low:,.0f} to {seconds.high:,.0f}"
+
+
+def write_page() -> None:
+    """Replace the planned part of the page."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{planned_table()}{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    write_page()
