@@ -1,0 +1,200 @@
+"""Claims about GSPO, each with the verdict of the results. Nothing here is written by hand but the claims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+from benchmarks.harness.section import Record
+from benchmarks.long.declared_runs import ARMS, DENOMINATORS, LAGS, LAST, RATES, last_reward
+from benchmarks.moe.comparison_run import COMPARED
+
+CONFIRMED, FAILED, NOT_RUN = "held", "did not hold", "not run yet"
+# A difference of mean rewards below this is none: two standard errors of 640 answers at a share of a half.
+NOISE = 0.04
+_MANY_TIMES, _COLLAPSE = 10.0, 0.5
+
+Results = Mapping[str, Record]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim with its verdict, and the figures behind it."""
+
+    text: str
+    verdict: str
+    figures: str
+
+
+def claims(results: Results) -> list[Claim]:
+    """Every claim, in the order of the experiments."""
+    return [
+        *(_judged(text.format(arm=arm), judge, results, arm) for arm in ARMS for text, judge in _OF_ARM),
+        *(_judged(text, judge, results, "dense") for text, judge in _OTHERS),
+        Claim(
+            "Routing replay helps GRPO on a mixture, and GSPO needs none", "could not be tested", "no run is declared"
+        ),
+    ]
+
+
+Judge = Callable[[Results, str], tuple[bool, str] | None]
+
+
+def _judged(text: str, judge: Judge, results: Results, arm: str) -> Claim:
+    judged = judge(results, arm)
+    if judged is None:
+        return Claim(text, NOT_RUN, "-")
+    return Claim(text, CONFIRMED if judged[0] else FAILED, judged[1])
+
+
+def best_runs(results: Results, arm: str, algorithm: str) -> list[Record]:
+    """The runs of the learning rate with the highest reward on seed 0, one for each seed."""
+    runs = [
+        run
+        for run in results.values()
+        if (run["experiment"], run["arm"], run["algorithm"]) == ("ratio", arm, algorithm)
+    ]
+    first = [run for run in runs if run["seed"] == 0]
+    if not first:
+        return []
+    rate = max(first, key=last_reward)["learning_rate"]
+    return [run for run in runs if run["learning_rate"] == rate]
+
+
+def _compared(results: Results, arm: str) -> tuple[list[list[Record]], str] | None:
+    """The best runs of both algorithms on the seeds that both have, and how much was compared."""
+    best = [best_runs(results, arm, algorithm) for algorithm in COMPARED]
+    seeds = set.intersection(*({run["seed"] for run in runs} for runs in best))
+    if not seeds:
+        return None
+    num_rates = min(len(_rates(results, arm, algorithm)) for algorithm in COMPARED)
+    scope = f"seeds: {len(seeds)}, learning rates tried: {num_rates} of {len(RATES)}"
+    return [[run for run in runs if run["seed"] in seeds] for runs in best], scope
+
+
+def _rates(results: Results, arm: str, algorithm: str) -> set[float]:
+    return {
+        run["learning_rate"]
+        for run in results.values()
+        if (run["experiment"], run["arm"], run["algorithm"], run["seed"]) == ("ratio", arm, algorithm, 0)
+    }
+
+
+def _learns_at_least_as_fast(results: Results, arm: str) -> tuple[bool, str] | None:
+    if not (compared := _compared(results, arm)):
+        return None
+    (gspo, grpo), scope = compared
+    rewards = [fmean(map(last_reward, runs)) for runs in (gspo, grpo)]
+    words = ", ".join(
+        f"{name.upper()} {reward:.3f} at {runs[0]['learning_rate']:g}"
+        for name, reward, runs in zip(COMPARED, rewards, (gspo, grpo), strict=True)
+    )
+    return rewards[0] >= rewards[1] - NOISE, f"reward of the last {LAST} steps: {words} ({scope})"
+
+
+def _clips_many_times_as_many(results: Results, arm: str) -> tuple[bool, str] | None:
+    if not (compared := _compared(results, arm)):
+        return None
+    runs, scope = compared
+    gspo, grpo = (fmean(fmean(run["series"]["clipped_tokens"]) for run in of_one) for of_one in runs)
+    return gspo >= _MANY_TIMES * grpo, f"clipped tokens: GSPO {gspo:.2%}, GRPO {grpo:.2%} ({scope})"
+
+
+def _only_grpo_collapses(results: Results, arm: str) -> tuple[bool, str] | None:
+    if not (compared := _compared(results, arm)):
+        return None
+    runs, scope = compared
+    gspo, grpo = ([_end_over_best(run) for run in of_one] for of_one in runs)
+    words = f"last reward over the best before: GSPO {min(gspo):.2f}, GRPO {min(grpo):.2f} ({scope})"
+    return min(gspo) >= _COLLAPSE > min(grpo), words
+
+
+def _end_over_best(run: Record) -> float:
+    rewards = run["series"]["reward_mean"]
+    best = max(fmean(rewards[end - LAST : end]) for end in range(min(LAST, len(rewards)), len(rewards) + 1))
+    return last_reward(run) / best if best else math.nan
+
+
+def _averages_noise(results: Results, arm: str) -> tuple[bool, str] | None:
+    measured = [run["mismatch"] for run in results.values() if run["arm"] == arm and run.get("mismatch")]
+    if not measured or not measured[0]:
+        return None
+    longest = measured[0][-1]
+    factor = longest["sequence"] / longest["token"] * longest["tokens"] ** 0.5
+    falls = all(after["sequence"] < before["sequence"] for before, after in pairwise(measured[0]))
+    words = (
+        f"at {longest['tokens']} tokens: {longest['sequence']:.2e} of a sequence, {longest['token']:.2e} of a token, "
+        f"{factor:.2f} times what independent tokens would have"
+    )
+    return falls and factor < 2, words
+
+
+def _gspo_token_is_alike(results: Results, arm: str) -> tuple[bool, str] | None:
+    by_token = [run for run in results.values() if run["algorithm"] == "gspo_token" and run["arm"] == arm]
+    same = [run for run in best_runs(results, arm, "gspo") if by_token and run["seed"] == by_token[0]["seed"]]
+    if not same:
+        return None
+    rewards = last_reward(same[0]), last_reward(by_token[0])
+    return abs(
+        rewards[0] - rewards[1]
+    ) < NOISE, f"reward: GSPO {rewards[0]:.3f}, GSPO-token {rewards[1]:.3f} (one seed)"
+
+
+def _noise_costs_less(results: Results, arm: str) -> tuple[bool, str] | None:
+    runs = {(run["sigma"], run["algorithm"]): run for run in results.values() if run["experiment"] == "noise"}
+    sigmas = [sigma for sigma, _ in runs if all((sigma, name) in runs for name in COMPARED)]
+    clean = [[run for run in best_runs(results, arm, name) if run["seed"] == 0] for name in COMPARED]
+    if not sigmas or not all(clean):
+        return None
+    sigma = max(sigmas)
+    gspo, grpo = (
+        last_reward(of_one[0]) - last_reward(runs[sigma, name]) for of_one, name in zip(clean, COMPARED, strict=True)
+    )
+    return gspo <= grpo + NOISE, f"reward lost at sigma {sigma:g}: GSPO {gspo:.3f}, GRPO {grpo:.3f} (one seed)"
+
+
+def _engine_log_probs_will_do(results: Results, _arm: str) -> tuple[bool, str] | None:
+    runs = {name: run for name, run in results.items() if run["experiment"] == "lag"}
+    pairs = {lag: [runs.get(f"lag-{lag}-{name}") for name in DENOMINATORS] for lag in LAGS}
+    both = {lag: [last_reward(run) for run in pair if run] for lag, pair in pairs.items() if all(pair)}
+    if not both:
+        return None
+    words = "; ".join(f"lag {lag}: {first:.3f} and {second:.3f}" for lag, (first, second) in both.items())
+    holds = all(first >= second - NOISE for first, second in both.values())
+    return holds, f"reward with the engine's and with recomputed log-probs: {words} (one seed)"
+
+
+def _more_updates_do_no_harm(results: Results, _arm: str) -> tuple[bool, str] | None:
+    rewards = {
+        run["algorithm_keys"]["num_mini_batches"]: last_reward(run)
+        for run in results.values()
+        if run["experiment"] == "updates" and run["algorithm"] == "gspo"
+    }
+    if len(rewards) < 2:
+        return None
+    words = ", ".join(f"{updates}: {reward:.3f}" for updates, reward in sorted(rewards.items()))
+    return rewards[max(rewards)] >= rewards[min(rewards)] - NOISE, f"reward by updates of a batch: {words} (one seed)"
+
+
+_OF_ARM: tuple[tuple[str, Judge], ...] = (
+    ("GSPO learns at least as much as GRPO in equal steps ({arm})", _learns_at_least_as_fast),
+    (f"GSPO clips at least {_MANY_TIMES:.0f} times as many tokens ({{arm}})", _clips_many_times_as_many),
+    ("GRPO collapses and GSPO does not ({arm})", _only_grpo_collapses),
+    ("A sequence's ratio averages the engine's mismatch over its tokens ({arm})", _averages_noise),
+)
+_OTHERS: tuple[tuple[str, Judge], ...] = (
+    ("GSPO-token learns as GSPO does", _gspo_token_is_alike),
+    ("Noise on the engine's log-probs costs GSPO less than GRPO", _noise_costs_less),
+    ("GSPO does without recomputed log-probs", _engine_log_probs_will_do),
+    ("More updates of a batch do GSPO no harm", _more_updates_do_no_harm),
+)
+
+
+def verdicts(judged: list[Claim]) -> Iterator[str]:
+    """How many claims have each verdict, in words."""
+    for verdict in (CONFIRMED, FAILED, NOT_RUN, "could not be tested"):
+        if number := sum(claim.verdict == verdict for claim in judged):
+            yield f"{number} {verdict}"

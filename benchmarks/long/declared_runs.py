@@ -1,0 +1,133 @@
+"""The runs of the experiments on long answers, by name, with the keys that each changes.
+
+The experiments: `ratio` (GSPO against GRPO, and GSPO-token), `noise` (on the engine's log-probs), `lag` (versions
+behind, and the denominator of the ratio), `updates` (optimizer steps of a batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from benchmarks.harness.child_process import MeasurementError
+from benchmarks.harness.section import Record
+from benchmarks.moe.comparison_run import COMPARED, NUM_EXPERTS
+
+ARMS = {"dense": 0, "mixture": NUM_EXPERTS}  # experts of a layer
+RATES = (3e-5, 1e-4, 3e-4)
+SEEDS = (0, 1, 2)
+SIGMAS = (1e-3, 1e-2, 3e-2, 1e-1)
+LAGS = (0, 1, 4)
+UPDATES = (1, 2, 4, 8)
+LAST = 10  # steps at the end of a run over which a mean is taken
+# The denominator of the ratio, and the correction that belongs to it.
+DENOMINATORS: dict[str, Record] = {
+    "inference": {"old_logprobs": "inference"},
+    "recompute": {"old_logprobs": "recompute", "behavior_correction": "truncate"},
+}
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """A run.
+
+    Attributes:
+        learning_rate: None is that of the best run of RATES with this arm and algorithm on seed 0.
+        sigma: Standard deviation of the noise on each log-prob of the engine.
+        algorithm_keys: Over those of the algorithm.
+    """
+
+    experiment: str
+    arm: str
+    algorithm: str
+    seed: int = 0
+    learning_rate: float | None = None
+    sigma: float = 0.0
+    max_lag: int = 0
+    algorithm_keys: Record = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of all runs: the model, its answers, and the training.
+
+    Attributes:
+        example: Options of the example's cold start.
+        sections: Over the example's configuration.
+    """
+
+    steps: int
+    example: tuple[str, ...] = ()
+    sections: Mapping[str, Record] = field(default_factory=dict)
+
+
+SCALES = {
+    "small": Scale(steps=40, sections={"evaluation": {"num_answers": 2}}),
+    # One GPU, never tried.
+    "gpu": Scale(
+        steps=300,
+        example=("--operations", "160", "--hidden", "512", "--layers", "8", "--steps", "2000"),
+        sections={
+            "algorithm": {"rollout_batch_size": 32},
+            "generation": {"threads": 0, "kv_cache_gb": 16},
+            "learner": {"threads": 0},
+        },
+    ),
+}
+
+
+def declared_runs() -> dict[str, LongRun]:
+    """Every run by its name, in an order in which those with the best rate come after the runs that tell it."""
+    ratios = [(arm, algorithm) for arm in ARMS for algorithm in COMPARED]
+    runs = {
+        grid_name(arm, algorithm, rate): LongRun("ratio", arm, algorithm, learning_rate=rate)
+        for rate in sorted(RATES, key=lambda rate: rate != 1e-4)
+        for arm, algorithm in ratios
+    }
+    runs |= {
+        f"{arm}-{algorithm}-best-s{seed}": LongRun("ratio", arm, algorithm, seed)
+        for seed in SEEDS[1:]
+        for arm, algorithm in ratios
+    }
+    runs["dense-gspo_token-best-s0"] = LongRun("ratio", "dense", "gspo_token")
+    runs |= {
+        f"noise-{sigma:g}-{algorithm}": LongRun("noise", "dense", algorithm, sigma=sigma)
+        for sigma in SIGMAS
+        for algorithm in COMPARED
+    }
+    runs |= {
+        f"lag-{lag}-{name}": LongRun("lag", "dense", "gspo", max_lag=lag, algorithm_keys=keys)
+        for lag in LAGS
+        for name, keys in DENOMINATORS.items()
+    }
+    runs |= {
+        f"updates-{updates}-{algorithm}": LongRun(
+            "updates", "dense", algorithm, algorithm_keys={"num_mini_batches": updates}
+        )
+        for updates in UPDATES
+        for algorithm in COMPARED
+    }
+    return runs
+
+
+def grid_name(arm: str, algorithm: str, rate: float) -> str:
+    """The run that tries a learning rate."""
+    return f"{arm}-{algorithm}-{rate:g}-s0"
+
+
+def last_reward(result: Record) -> float:
+    """Mean reward of the last steps."""
+    return fmean(result["series"]["reward_mean"][-LAST:])
+
+
+def best_rate(arm: str, algorithm: str, results: Mapping[str, Record]) -> float:
+    """The rate whose run has the highest reward at its end; GSPO-token has that of GSPO.
+
+    Raises:
+        MeasurementError: A run of these rates has no result.
+    """
+    names = {rate: grid_name(arm, algorithm.removesuffix("_token"), rate) for rate in RATES}
+    if missing := [name for name in names.values() if name not in results]:
+        raise MeasurementError(f"the best learning rate needs {', '.join(missing)}: make these first")
+    return max(RATES, key=lambda rate: last_reward(results[names[rate]]))

@@ -1,0 +1,171 @@
+"""docs/long.md from the results: the claims with their verdicts, the method, tables, and a plot.
+
+The text above the line GENERATED is written by hand and stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.page import write_below
+from benchmarks.harness.plots import panels
+from benchmarks.harness.section import Record
+from benchmarks.harness.tables import table
+from benchmarks.long.claims import claims, verdicts
+from benchmarks.long.declared_runs import LAST, Scale, declared_runs, last_reward
+from benchmarks.moe.comparison_run import COMPARED
+from gspo.cli.report.panels import BLUE, ORANGE
+
+GENERATED = "<!-- Below this line: written by python -m benchmarks long -->"
+_QUIET_SHARE = 0.1
+_METHOD = """
+## Method
+
+{done} of {declared} runs, until {date}, on {processor}, {cores} cores. Packages: {packages}. Every number: \
+[{json}]({json}). `python -m benchmarks long` makes the others.
+
+- Task: `examples/long` ({example}), {steps} steps of 8 problems with 8 answers each. Held-out accuracy is of 2 \
+answers to each of 64 problems.
+- Equal in all runs: generation in bfloat16, learner in float32, `seq-mean-token-mean`, and without other words four \
+mini-batches, `max_lag: 0`, `old_logprobs: inference`.
+- GSPO has the clip 3e-4 / 4e-4 of its sequence's ratio, GRPO 0.2 / 0.27 of each token's (arXiv 2507.18071).
+- A claim of rewards allows a difference of 0.04, two standard errors of a mean of 640 answers.
+- {times}
+"""
+
+
+def write_page(results: Mapping[str, Record], scale: Scale, page: Path) -> Path:
+    """Write the page of some results, and its plot beside it; the page's path."""
+    plot = page.with_name(f"{page.stem}-ratio.png")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    return write_below(page, GENERATED, _render(results, scale, page, plot), "# Long answers\n")
+
+
+def _render(results: Mapping[str, Record], scale: Scale, page: Path, plot: Path) -> str:
+    judged = claims(results)
+    paragraphs = [
+        f"Of {len(judged)} claims: {', '.join(verdicts(judged))}.",
+        table(
+            ("claim", [claim.text for claim in judged], ""),
+            ("verdict", [claim.verdict for claim in judged], ""),
+            ("figures", [claim.figures for claim in judged], ""),
+        ),
+    ]
+    if not results:
+        return "\n\n".join(paragraphs)
+    paragraphs.append(_method(results, scale, page))
+    if any(run["experiment"] == "ratio" for run in results.values()):
+        _draw(results, plot)
+        paragraphs.append(f"![Reward, accuracy, clipped share, entropy, gradient norm, mismatch]({plot.name})")
+    paragraphs.append(_run_table(results))
+    if mismatch := {name: run["mismatch"] for name, run in results.items() if run.get("mismatch")}:
+        paragraphs += ["## Mismatch over answer length", _mismatch_table(mismatch)]
+    return "\n\n".join(paragraphs)
+
+
+def _method(results: Mapping[str, Record], scale: Scale, page: Path) -> str:
+    newest = max(results.values(), key=lambda run: float(run["measured_unix_s"]))
+    busy = max(run["busy_share"] for run in results.values())
+    return _METHOD.strip().format(
+        done=len(results),
+        declared=len(declared_runs()),
+        date=time.strftime("%Y-%m-%d", time.gmtime(newest["measured_unix_s"])),
+        **{key: newest["machine"][key] for key in ("processor", "cores")},
+        packages=", ".join(f"{name} {version}" for name, version in newest["machine"]["packages"].items()),
+        json=page.with_suffix(".json").name,
+        example=f"`{' '.join(scale.example)}`" if scale.example else "as it is",
+        steps=scale.steps,
+        times=(
+            f"Times are left out: other work took up to {busy:.0%} of the machine when a run began."
+            if busy > _QUIET_SHARE
+            else "No other work ran on the machine when a run began."
+        ),
+    )
+
+
+def _run_table(results: Mapping[str, Record]) -> str:
+    runs = [(name, results[name]) for name in declared_runs() if name in results]
+
+    def mean_of(name: str) -> list[float | None]:
+        values = [[value for value in run["series"].get(name, []) if value is not None] for _, run in runs]
+        return [fmean(of_run) if of_run else None for of_run in values]
+
+    quiet = all(run["busy_share"] <= _QUIET_SHARE for _, run in runs)
+    return table(
+        ("run", [f"{name}, {run['learning_rate']:g}" for name, run in runs], ""),
+        ("accuracy before", [run["accuracy"][0]["mean"] for _, run in runs], ".3f"),
+        ("after", [run["accuracy"][-1]["mean"] for _, run in runs], ".3f"),
+        (f"reward, first {LAST}", [fmean(run["series"]["reward_mean"][:LAST]) for _, run in runs], ".3f"),
+        (f"last {LAST}", [last_reward(run) for _, run in runs], ".3f"),
+        ("clipped tokens", mean_of("clipped_tokens"), ".2%"),
+        ("entropy", mean_of("entropy"), ".4f"),
+        ("gradient norm", mean_of("grad_norm"), ".3f"),
+        ("log-ratio, token", mean_of("token_log_ratio_std"), ".2e"),
+        ("sequence", mean_of("log_ratio_std"), ".2e"),
+        ("mismatch, token", mean_of("sigma_token"), ".2e"),
+        ("sequence", mean_of("sigma_sequence"), ".2e"),
+        ("noise share", mean_of("noise_share"), ".2%"),
+        (
+            "experts changed by a step",
+            [run.get("experts", {}).get("one_step", {}).get("tokens") for _, run in runs],
+            ".2%",
+        ),
+        *([("s a step", [median(np.diff(run["seconds"])) for _, run in runs], ".1f")] if quiet else []),
+    )
+
+
+def _mismatch_table(measured: Mapping[str, list[Record]]) -> str:
+    rows = [(name, row) for name, of_run in measured.items() for row in of_run]
+    return table(
+        ("run", [name for name, _ in rows], ""),
+        ("tokens", [row["tokens"] for _, row in rows], "d"),
+        ("std of a token", [row["token"] for _, row in rows], ".2e"),
+        ("of a sequence", [row["sequence"] for _, row in rows], ".2e"),
+        ("of independent tokens", [row["token"] / row["tokens"] ** 0.5 for _, row in rows], ".2e"),
+    )
+
+
+# Title of a panel, the figure in it, and whether its scale is logarithmic.
+_PANELS = (
+    ("clipped share of tokens", "clipped_tokens", True),
+    ("entropy", "entropy", False),
+    ("gradient norm", "grad_norm", True),
+    ("mismatch of a sequence, std", "sigma_sequence", True),
+)
+
+
+def _draw(results: Mapping[str, Record], path: Path) -> None:
+    """Every run of the ratios: reward over steps and over tokens, and the other figures over steps."""
+    runs = {name: run for name, run in results.items() if run["experiment"] == "ratio" and run["algorithm"] in COMPARED}
+    question = "What the ratio's kind does to long answers"
+    with panels(path, question, rows=3, columns=2, height=8.0, share_y=False) as axes:
+        for name, run in runs.items():
+            style: dict[str, Any] = {
+                "color": dict(zip(COMPARED, (BLUE, ORANGE), strict=True))[run["algorithm"]],
+                "linestyle": "-" if run["arm"] == "dense" else "--",
+                "linewidth": 1.0,
+                "alpha": 0.4 + 0.6 * (run["learning_rate"] == 1e-4),
+            }
+            steps = range(1, 1 + len(run["series"]["reward_mean"]))
+            axes[0].plot(steps, run["series"]["reward_mean"], label=name, **style)
+            axes[0].plot(
+                [point["step"] for point in run["accuracy"]],
+                [point["mean"] for point in run["accuracy"]],
+                **style | {"linestyle": "", "marker": "o"},
+            )
+            axes[1].plot(np.cumsum(run["series"]["tokens"]) / 1e3, run["series"]["reward_mean"], **style)
+            for axis, (_, figure, _) in zip(axes[2:], _PANELS, strict=True):
+                axis.plot(steps, np.array(run["series"][figure], dtype=float), **style)
+        axes[0].set_title("reward over steps (dots: held-out accuracy)", fontsize=9)
+        axes[1].set_title("reward over thousands of tokens", fontsize=9)
+        for axis, (title, _, is_logarithmic) in zip(axes[2:], _PANELS, strict=True):
+            axis.set_title(title, fontsize=9)
+            axis.set_yscale("log" if is_logarithmic else "linear")
+        for axis in axes[4:]:
+            axis.set_xlabel("step")

@@ -1,0 +1,55 @@
+"""The example of long answers as a user starts it, on short chains: its problems, rewards and lengths.
+
+Not here: learning, for which a policy of so few lessons is too poor.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from gspo.common.config.loading import read_config
+from tests.support.gspo_run import EXAMPLES, example_run
+
+pytestmark = pytest.mark.timeout(600)
+OPERATIONS, ROLLOUTS = 5, 8 * 8
+# Enough for answers with a result, by a model that learns in seconds.
+LESSONS, SIZES = 200, ("--hidden", "64", "--layers", "2")
+APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def last_value(prompt: str) -> int:
+    """The result of a problem, from its text alone."""
+    start, *steps = re.findall(r"start at (\d)|\n#\d+ ([-+*])(\d)", prompt)
+    value = int(start[0])
+    for _, sign, number in steps:
+        value = APPLY[sign](value, int(number)) % 10
+    assert len(steps) == OPERATIONS
+    return value
+
+
+@pytest.mark.parametrize("experts", [0, pytest.param(4, marks=pytest.mark.long)])
+def test_an_answer_earns_a_reward_if_its_result_is_that_of_the_chain(tmp_path: Path, experts: int) -> None:
+    options = ["--steps", "1", "--operations", str(OPERATIONS), "--experts", str(experts), *SIZES]
+    run = example_run(EXAMPLES / "long", tmp_path, LESSONS, *options)
+    rows = run.rows(1)
+    assert len(rows) == ROLLOUTS
+    assert {row["failure"] for row in rows} == {None}
+    results = [row["text"].rpartition("answer: ")[2] for row in rows]
+    values = [str(last_value(row["prompt"])) for row in rows]
+    assert [row["reward"] for row in rows] == [float(a == b) for a, b in zip(results, values, strict=True)]
+    assert 0 < sum(row["reward"] for row in rows) < ROLLOUTS
+    # A step's name is one token, and so is every other sign.
+    assert {len(row["prompt_token_ids"]) for row in rows} == {3 * OPERATIONS + 10}
+    token = r"\n#\d |\nanswer: |[-+*=\d]"
+    ended = [row for row in rows if row["outcome"] == "eos" and re.fullmatch(f"({token})+", row["text"])]
+    assert ended
+    for row in ended:
+        assert len(row["token_ids"]) == len(re.findall(token, row["text"])) + 1
+    config = read_config(run.run_dir / "config.yaml")
+    assert (config.algorithm.prompt_length, config.algorithm.response_length) == (31, 46)
+    assert getattr(AutoConfig.from_pretrained(config.model.path), "num_experts", 0) == experts

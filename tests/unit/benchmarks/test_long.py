@@ -1,0 +1,166 @@
+"""The experiments on long answers: declared runs, kept results, and verdicts, from runs written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from benchmarks.harness.child_process import MeasurementError
+from benchmarks.harness.kept_runs import KeptRuns, chosen_names
+from benchmarks.long.claims import NOT_RUN, claims
+from benchmarks.long.declared_runs import SCALES, best_rate, declared_runs, grid_name
+from benchmarks.long.long_page import write_page
+from benchmarks.long.noisy_run import with_noise
+
+
+def result(algorithm: str, reward: float, **facts: Any) -> dict[str, Any]:
+    figures = {"clipped_tokens": 0.5 if algorithm == "gspo" else 0.01, "tokens": 100.0, "reward_mean": reward}
+    names = ("entropy", "grad_norm", "token_log_ratio_std", "log_ratio_std", "sigma_token", "sigma_sequence")
+    return {
+        "experiment": "ratio",
+        "arm": "dense",
+        "algorithm": algorithm,
+        "seed": 0,
+        "learning_rate": 1e-4,
+        "sigma": 0.0,
+        "algorithm_keys": {},
+        "steps": 12,
+        "busy_share": 0.9,
+        "measured_unix_s": 0.0,
+        "machine": {"processor": "a processor", "cores": 2, "packages": {"torch": "1"}},
+        "series": {name: [value] * 12 for name, value in (figures | dict.fromkeys(names, 0.1)).items()},
+        "accuracy": [{"step": 0, "mean": 0.1, "stderr": 0.01}, {"step": 12, "mean": 0.9, "stderr": 0.01}],
+        "seconds": list(range(12)),
+        **facts,
+    }
+
+
+def verdict(results: dict[str, Any], start: str) -> str:
+    (claim,) = (claim for claim in claims(results) if claim.text.startswith(start))
+    return claim.verdict
+
+
+def test_without_results_no_claim_has_a_verdict() -> None:
+    assert {claim.verdict for claim in claims({})} == {NOT_RUN, "could not be tested"}
+    assert {claim.figures for claim in claims({}) if claim.verdict == NOT_RUN} == {"-"}
+
+
+@pytest.mark.parametrize(("gspo", "expected"), [(0.60, "held"), (0.57, "held"), (0.55, "did not hold")])
+def test_rewards_are_compared_up_to_two_standard_errors(gspo: float, expected: str) -> None:
+    results = {"a": result("gspo", gspo), "b": result("grpo", 0.6)}
+    assert verdict(results, "GSPO learns at least as much as GRPO in equal steps (dense)") == expected
+    assert verdict(results, "GSPO learns at least as much as GRPO in equal steps (mixture)") == NOT_RUN
+
+
+def test_each_algorithm_is_compared_at_its_best_learning_rate() -> None:
+    results = {
+        "a": result("gspo", 0.9, learning_rate=3e-4),
+        "b": result("gspo", 0.1),
+        "c": result("grpo", 0.7),
+        "d": result("grpo", 0.2, learning_rate=3e-4),
+    }
+    (claim, *_) = claims(results)
+    assert "GSPO 0.900 at 0.0003, GRPO 0.700 at 0.0001 (seeds: 1, learning rates tried: 2 of 3)" in claim.figures
+
+
+def test_a_collapse_is_a_reward_below_half_of_the_best_before() -> None:
+    stable, collapsed = result("gspo", 0.8), result("grpo", 0.8)
+    results = {"a": stable, "b": collapsed}
+    assert verdict(results, "GRPO collapses and GSPO does not (dense)") == "did not hold"
+    stable["series"]["reward_mean"] = [0.8] * 30
+    collapsed["series"]["reward_mean"] = [0.8] * 20 + [0.3] * 10
+    assert verdict(results, "GRPO collapses and GSPO does not (dense)") == "held"
+
+
+def test_a_sequence_averages_noise_where_its_spread_falls_like_that_of_independent_tokens() -> None:
+    independent = [{"tokens": n, "answers": 9, "token": 0.1, "sequence": 0.1 / n**0.5} for n in (4, 16, 64)]
+    equal = [row | {"sequence": 0.1} for row in independent]
+    start = "A sequence's ratio averages the engine's mismatch over its tokens (dense)"
+    assert verdict({"a": result("gspo", 0.5, mismatch=independent)}, start) == "held"
+    assert verdict({"a": result("gspo", 0.5, mismatch=equal)}, start) == "did not hold"
+
+
+def test_noise_is_judged_at_the_largest_sigma_that_both_have() -> None:
+    results = {"a": result("gspo", 0.8), "b": result("grpo", 0.8)}
+    start = "Noise on the engine's log-probs"
+    assert verdict(results, start) == NOT_RUN
+    for sigma, reward in ((0.01, 0.2), (0.1, 0.75)):
+        results[f"gspo-{sigma}"] = result("gspo", reward, experiment="noise", sigma=sigma)
+        results[f"grpo-{sigma}"] = result("grpo", 0.5, experiment="noise", sigma=sigma)
+    assert verdict(results, start) == "held"
+    del results["grpo-0.1"]
+    assert verdict(results, start) == "did not hold"
+
+
+def test_the_best_rate_waits_for_every_run_of_the_grid() -> None:
+    results = {grid_name("dense", "gspo", rate): result("gspo", reward) for rate, reward in ((3e-5, 0.2), (1e-4, 0.6))}
+    with pytest.raises(MeasurementError, match=r"dense-gspo-0\.0003-s0"):
+        best_rate("dense", "gspo", results)
+    results[grid_name("dense", "gspo", 3e-4)] = result("gspo", 0.4)
+    assert best_rate("dense", "gspo", results) == 1e-4
+    assert best_rate("dense", "gspo_token", results) == 1e-4
+
+
+def test_every_experiment_is_declared_and_patterns_choose_its_runs() -> None:
+    runs = declared_runs()
+    assert {run.experiment for run in runs.values()} == {"ratio", "noise", "lag", "updates"}
+    assert chosen_names("lag-4-*,dense-gspo-0.0001-s0", list(runs)) == [
+        "dense-gspo-0.0001-s0",
+        "lag-4-inference",
+        "lag-4-recompute",
+    ]
+    with pytest.raises(typer.BadParameter, match="lag-5-\\* is no run"):
+        chosen_names("dense-*,lag-5-*", list(runs))
+
+
+def test_a_kept_run_is_not_made_again_and_those_before_a_failure_stay(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def measure(name: str) -> dict[str, Any]:
+        calls.append(name)
+        if name == "fails":
+            raise MeasurementError("it failed")
+        return {"name": name}
+
+    kept = KeptRuns(tmp_path / "runs.json")
+    with pytest.raises(typer.Exit):
+        kept.make(["first", "fails", "last"], measure)
+    assert kept.results == {"first": {"name": "first"}}
+    kept.make(["first", "last"], measure)
+    assert calls == ["first", "fails", "last"]
+    kept.make(["first"], measure, again=True)
+    assert calls[-1] == "first"
+    assert list(json.loads((tmp_path / "runs.json").read_text())) == ["first", "last"]
+
+
+def test_noise_has_its_sigma_and_a_replay_gets_the_same() -> None:
+    logp_T = np.full(20_000, -1.0, dtype=np.float32)
+    noisy_T = with_noise(logp_T, 0.1, (3, 5, 7))
+    assert np.std(noisy_T - logp_T) == pytest.approx(0.1, rel=0.03)
+    assert np.mean(noisy_T - logp_T) == pytest.approx(0.0, abs=0.003)
+    assert (noisy_T == with_noise(logp_T, 0.1, (3, 5, 7))).all()
+    assert (noisy_T != with_noise(logp_T, 0.1, (3, 5, 8))).any()
+    assert (with_noise(logp_T, 0.0, (3, 5, 7)) == logp_T).all()
+
+
+def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_out(tmp_path: Path) -> None:
+    results = {"dense-gspo-0.0001-s0": result("gspo", 0.8), "dense-grpo-0.0001-s0": result("grpo", 0.4)}
+    page = write_page(results, SCALES["small"], tmp_path / "long.md").read_text()
+    first = page.partition("-->")[2].strip()
+    assert first.startswith("Of 13 claims: 2 held, 1 did not hold, 9 not run yet, 1 could not be tested.")
+    assert "| dense-gspo-0.0001-s0, 0.0001 | 0.100 | 0.900 | 0.800 | 0.800 | 50.00% |" in page
+    assert "Times are left out: other work took up to 90% of the machine" in page
+    assert "s a step" not in page
+    assert (tmp_path / "long-ratio.png").stat().st_size > 0
+    quiet = {name: run | {"busy_share": 0.0} for name, run in results.items()}
+    assert "| s a step |" in write_page(quiet, SCALES["small"], tmp_path / "long.md").read_text()
+
+
+def test_the_page_can_be_written_before_any_run(tmp_path: Path) -> None:
+    page = write_page({}, SCALES["small"], tmp_path / "long.md").read_text()
+    assert "Of 13 claims: 12 not run yet, 1 could not be tested." in page
