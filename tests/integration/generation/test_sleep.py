@@ -20,11 +20,11 @@ from tests.integration.generation.test_engine import (
     Reference,
     answers,
     difference,
-    push,
     running,
     sampling,
 )
 from tests.support.tiny_model import make_tiny_model
+from tests.support.weights import stage
 
 pytestmark = pytest.mark.timeout(180)
 SAMPLE = sampling(60, ignore_eos=True)
@@ -59,7 +59,7 @@ async def test_it_wakes_weights_then_policy_then_kv_and_serves_the_staged_policy
         await engine.sleep(on_update="recompute", timeout_s=60)
         assert engine.is_asleep and await llm.is_sleeping()
         await engine.sleep(on_update="recompute", timeout_s=60)
-        digest = push(copies, folder).staged_digest()
+        digest = stage(copies, folder).staged_digest()
         times = await engine.wake(old + 1, copies, timeout_s=60)
     finally:
         engine._llm = llm
@@ -90,7 +90,7 @@ async def test_an_update_of_sleeping_weights_is_refused_and_so_is_a_wake_of_waki
     engine, copies, version = generator.engine, generator.copies, generator.engine.version
     folder = make_tiny_model(tmp_path / "new", seed=10 + version, scale=4.0)
     with pytest.raises(LoadFailedError, match="the engine does not sleep"):
-        await engine.wake(version + 1, push(copies, folder), timeout_s=60)
+        await engine.wake(version + 1, stage(copies, folder), timeout_s=60)
     await engine.sleep(on_update="recompute", timeout_s=60)
     with pytest.raises(LoadFailedError, match="the engine sleeps, and its weights are away"):
         await engine.load(version + 1, copies, on_update="recompute", timeout_s=60)
@@ -110,7 +110,7 @@ async def test_requests_stand_still_and_go_on_under_the_new_policy(generator: Sh
     await asyncio.sleep(0.5)
     assert [engine.num_sampled(f"f{number}") for number in range(len(PROMPTS))] == sampled
     assert not late.done()
-    await engine.wake(old + 1, push(copies, folder), timeout_s=60)
+    await engine.wake(old + 1, stage(copies, folder), timeout_s=60)
     generator.folders.append(folder)
     reference = Reference.load(folder)
     for prompt, completion in zip(PROMPTS, await asyncio.gather(*tasks), strict=True):

@@ -25,7 +25,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from gspo.cli.processes.redis_server import redis_executable
 from gspo.common.streams.entries import MAX_ENTRY_BYTES
 from gspo_proto import generation_pb2, learner_pb2, reward_pb2
-from gspo_proto.generation_pb2 import GenerateRequest, PushHeader, SleepRequest, TensorFrame, WeightFrame
+from gspo_proto.generation_pb2 import (
+    GenerateRequest,
+    PushHeader,
+    SampleRequest,
+    SleepRequest,
+    TensorFrame,
+    WeightFrame,
+)
 from gspo_proto.reward_pb2 import ResetRequest, ScoreRequest, StepRequest
 from gspo_proto.rollout_pb2 import GroupTask, Rollout, Sampling, Scored
 from tests.conftest import free_port
@@ -47,6 +54,9 @@ TASK = GroupTask(
     num_rollouts=4,
     prompt=ROLLOUT.prompt,
     sampling=Sampling(temperature=1.0, max_tokens=8),
+)
+SAMPLE = SampleRequest(
+    request_id="garbage", token_ids=[1, 2], sampling=Sampling(temperature=1.0, max_tokens=4, top_p=1)
 )
 PUSH = WeightFrame(header=PushHeader(run="another", epoch=1, version=1)).SerializeToString()
 FRAME = WeightFrame(tensor=TensorFrame(name="x", offset=1, num_elements=1, data=b"1234"))
@@ -195,6 +205,7 @@ def alone(payloads: st.SearchStrategy[bytes]) -> st.SearchStrategy[list[bytes]]:
 
 CALLS = {
     ("generation", "Generation/Generate"): alone(malformed_payloads(GenerateRequest(task=TASK))),
+    ("generation", "Generation/Sample"): alone(malformed_payloads(SAMPLE)),
     ("generation", "Generation/PushWeights"): st.lists(malformed_payloads(FRAME), max_size=3).map(lambda p: [PUSH, *p]),
     ("generation", "Generation/Sleep"): alone(malformed_payloads(SleepRequest(run="another", epoch=1))),
     ("generation", "Generation/Describe"): alone(st.binary(max_size=40)),
