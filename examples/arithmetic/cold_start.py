@@ -154,7 +154,8 @@ def main(
         (folder / MARKER).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     console.print(
         f"{out_dir}: {made['num_parameters']:,} parameters, {made['num_steps']} steps, held-out accuracy when sampled "
-        f"{made['held_out_exact_probability']:.2f}, {time.monotonic() - started:.0f} s"
+        f"{made['held_out_exact_probability']:.2f}, {time.monotonic() - started:.0f} s",
+        soft_wrap=True,  # a log's line is one line
     )
 
 
