@@ -446,6 +446,7 @@ class Rollout(_message.Message):
     STARTED_UNIX_S_FIELD_NUMBER: _builtins.int
     FINISHED_UNIX_S_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    BRANCH_STARTS_FIELD_NUMBER: _builtins.int
     EPISODE_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     group: _builtins.int
@@ -488,6 +489,12 @@ class Rollout(_message.Message):
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardUse]: ...
     @_builtins.property
+    def branch_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Places in the arrays where a further branch begins, ascending. The first branch is the prompt and the tokens after
+        it. A further one begins with its own context: mask 0, version -1, logp 0. Empty where the rollout has one branch.
+        """
+
+    @_builtins.property
     def episode(self) -> Global___Episode:
         """of the environment"""
 
@@ -517,11 +524,12 @@ class Rollout(_message.Message):
         started_unix_s: _builtins.float = ...,
         finished_unix_s: _builtins.float = ...,
         temperature: _builtins.float = ...,
+        branch_starts: _abc.Iterable[_builtins.int] | None = ...,
         episode: Global___Episode | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "environment", b"environment", "episode", b"episode", "evaluation", b"evaluation", "finished_unix_s", b"finished_unix_s", "generator", b"generator", "group", b"group", "issued_unix_s", b"issued_unix_s", "logp", b"logp", "mask", b"mask", "num_rollouts", b"num_rollouts", "num_turns", b"num_turns", "number", b"number", "outcome", b"outcome", "prompt", b"prompt", "rewards", b"rewards", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch_starts", b"branch_starts", "environment", b"environment", "episode", b"episode", "evaluation", b"evaluation", "finished_unix_s", b"finished_unix_s", "generator", b"generator", "group", b"group", "issued_unix_s", b"issued_unix_s", "logp", b"logp", "mask", b"mask", "num_rollouts", b"num_rollouts", "num_turns", b"num_turns", "number", b"number", "outcome", b"outcome", "prompt", b"prompt", "rewards", b"rewards", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
