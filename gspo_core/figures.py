@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gspo_core.advantage import groups_with_spread
-from gspo_core.loss import clip_sides, sequence_log_ratio
+from gspo_core.branches import at_tokens, lengths_of_sequences, means_of_sequences, sums_of_sequences
+from gspo_core.loss import clip_sides
 from gspo_core.shapes import check_matrix
 from gspo_core.staleness import rollout_age, token_age
 from gspo_core.stats import Stats, figures, mean_stats, moment_stats
@@ -19,23 +20,27 @@ from gspo_core.stats import Stats, figures, mean_stats, moment_stats
 _NARROWEST, _WIDEST, _HALVINGS = 1e-9, 1e9, 50
 
 
-def mismatch_stats(learner_logp_BT: Tensor, behavior_logp_BT: Tensor, mask_BT: Tensor) -> Stats:
+def mismatch_stats(
+    learner_logp_BT: Tensor, behavior_logp_BT: Tensor, mask_BT: Tensor, branch_BT: Tensor | None = None
+) -> Stats:
     """How far the learner's log-probs are from the inference engine's, at the same weights.
 
     `mask_BT` must hold only tokens whose version is the learner's (staleness.drop_old_tokens with age 0): else
     this measures drift. Figures: mismatch (per token) and sequence_mismatch (per sequence mean), whose `_std`
     are the two sigmas, and the sums that `sequence_noise` needs. All tensors [B, T].
+    With `branch_BT`, as of `loss.policy_loss`, sequences are branches.
     """
     check_matrix(learner_logp_BT=learner_logp_BT, behavior_logp_BT=behavior_logp_BT, mask_BT=mask_BT)
     m_BT = mask_BT.bool()
-    delta_BT = learner_logp_BT.detach().double() - behavior_logp_BT.detach().double()
-    mean_B = sequence_log_ratio(learner_logp_BT.detach(), behavior_logp_BT.detach(), mask_BT)
-    within_B = torch.where(m_BT, delta_BT - mean_B[:, None].double(), 0.0).square().sum(-1)
+    delta_BT = torch.where(m_BT, learner_logp_BT.detach().double() - behavior_logp_BT.detach().double(), 0.0)
+    mean_BK = means_of_sequences(delta_BT, m_BT, branch_BT)
+    from_mean_BT = torch.where(m_BT, delta_BT - at_tokens(mean_BK, m_BT, branch_BT), 0.0)
+    length_BK = lengths_of_sequences(m_BT, branch_BT)
     return {
         **moment_stats("mismatch", delta_BT, m_BT),
-        **moment_stats("sequence_mismatch", mean_B, m_BT.any(-1)),
-        **mean_stats("mismatch_within", within_B, m_BT.any(-1)),
-        **mean_stats("mismatch_inverse_length", 1 / m_BT.sum(-1).clamp(min=1), m_BT.any(-1)),
+        **moment_stats("sequence_mismatch", mean_BK, length_BK > 0),
+        **mean_stats("mismatch_within", sums_of_sequences(from_mean_BT.square(), branch_BT), length_BK > 0),
+        **mean_stats("mismatch_inverse_length", 1 / length_BK.clamp(min=1), length_BK > 0),
     }
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_core.branches import at_tokens, lengths_of_sequences, means_of_sequences
 from gspo_core.kl import kl_divergence
 from gspo_core.shapes import at_least_float32, check_matrix, check_rows
 from gspo_core.stats import Stats, mean_stats, moment_stats
@@ -35,6 +36,8 @@ class PolicyLoss(NamedTuple):
     dual_clipped_tokens: share cut by the dual clip.
     log_ratio, token_log_ratio: mean, std, max over sequences (log s_i) and over tokens (delta_it).
     k1, k3: KL(old || policy), mean over tokens. advantage: mean, std, max over tokens.
+
+    With `branch_BT` sequences are branches, and log s_i is log s_ik.
     """
 
     loss: Tensor
@@ -48,7 +51,7 @@ def sequence_log_ratio(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) ->
     Source: arXiv 2507.18071, eq. 7. ValueError: shapes that differ.
     """
     check_matrix(logp_BT=logp_BT, old_logp_BT=old_logp_BT, mask_BT=mask_BT)
-    return _sequence_mean(_delta(logp_BT, old_logp_BT, mask_BT), mask_BT)
+    return means_of_sequences(_delta(logp_BT, old_logp_BT, mask_BT), mask_BT, None)[:, 0]
 
 
 def policy_loss(
@@ -69,6 +72,7 @@ def policy_loss(
     turns_B: Tensor | None = None,
     num_turns: float | None = None,
     pg_clip_reference_length: float | None = None,
+    branch_BT: Tensor | None = None,
 ) -> PolicyLoss:
     """Aggregate of the losses l_it that an objective gives to ratios and advantages.
 
@@ -82,6 +86,11 @@ def policy_loss(
         token      ratio_it = exp(logp_it - old_it)                  GRPO
         seq_token  ratio_it = sg[s_i] pi_it / sg[pi_it]              GSPO-token: value of s_i, gradient per token
 
+    With `branch_BT`, the branch of each token from 0, a ratio is that of the token's branch k, over its L_ik tokens:
+
+        s_ik = exp(sum_(t in k) m_it (logp_it - old_it) / L_ik) in place of s_i
+
+    The aggregation is still of whole rollouts: a token weighs the same.
     With `pg_clip_reference_length`, under clip and a sequence's ratio, the two sides are those of `clip_sides`.
     token_losses.py has them in full. Under cispo, seq and seq_token are the same; the divergences of dppo are
     those of tokens, and so is their ratio. `dual_clip` c > 1, under clip alone: where A < 0, l = min(l, -c A).
@@ -89,18 +98,21 @@ def policy_loss(
     `loss_agg_mode` and the sizes it divides by: see `aggregate_loss`.
     The loss and its gradient are finite for finite inputs: a log-ratio acts within +-60.
     Source: arXiv 2507.18071, eq. 5 and 13. ValueError: shapes, an unknown kind or mode, bounds, dual_clip without
-    clip, dppo without token, a reference length without clip or with token.
+    clip, dppo without token, a reference length without clip or with token, branches with token.
     """
     check_matrix(logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT)
     _check_bounds(objective, importance_sampling, pg_clip_low, pg_clip_high, dual_clip)
+    _check_branches(mask_BT, branch_BT, importance_sampling)
     delta_BT = _delta(logp_BT, old_logp_BT, mask_BT)
     bounds: tuple[Bound, Bound] = (pg_clip_low, pg_clip_high)
     if pg_clip_reference_length is not None:
         _check_reference_length(pg_clip_reference_length, objective, importance_sampling)
-        low_B, high_B = clip_sides(mask_BT.bool().sum(-1), pg_clip_low, pg_clip_high, pg_clip_reference_length)
-        bounds = low_B[:, None].to(delta_BT.dtype), high_B[:, None].to(delta_BT.dtype)
+        L_BK = lengths_of_sequences(mask_BT, branch_BT)
+        sides_BK = clip_sides(L_BK, pg_clip_low, pg_clip_high, pg_clip_reference_length)
+        low_BT, high_BT = (at_tokens(side_BK.to(delta_BT.dtype), mask_BT, branch_BT) for side_BK in sides_BK)
+        bounds = low_BT, high_BT
     A_BT = torch.where(mask_BT.bool(), advantage_BT.detach().to(delta_BT.dtype), 0.0)
-    log_ratio_BT = _log_ratio(delta_BT, mask_BT, importance_sampling)
+    log_ratio_BT = _log_ratio(delta_BT, mask_BT, branch_BT, importance_sampling)
     ratio_BT = torch.exp(log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     counted_BT, old_BT = (torch.where(mask_BT.bool(), x.to(A_BT.dtype), 0.0) for x in (logp_BT, old_logp_BT.detach()))
     of_tokens = token_losses(objective, ratio_BT, counted_BT, old_BT, A_BT, bounds=bounds, dual_clip=dual_clip)
@@ -116,14 +128,14 @@ def policy_loss(
     )
     with torch.no_grad():
         dual_BT = (A_BT < 0) & (ratio_BT > (math.inf if dual_clip is None else dual_clip))
-        stats = _policy_stats(delta_BT, A_BT, mask_BT, of_tokens, dual_BT)
+        stats = _policy_stats(delta_BT, A_BT, mask_BT, branch_BT, of_tokens, dual_BT)
     return PolicyLoss(loss, stats)
 
 
 def clip_sides(
     length_B: Tensor, pg_clip_low: float, pg_clip_high: float, pg_clip_reference_length: float | None
 ) -> tuple[Tensor, Tensor]:
-    """(low_i, high_i): the two sides of the clip for sequences of L_i = `length_B` tokens, [B] float64 each.
+    """(low_i, high_i): the two sides of the clip for sequences of L_i = `length_B` tokens, float64, of its shape.
 
         side_i = side sqrt(pg_clip_reference_length / L_i), low_i at most 1; the sides themselves where it is None
 
@@ -143,7 +155,7 @@ def ratio_stats(logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, mask
     """
     check_matrix(logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT)
     delta_BT = _delta(logp_BT.detach(), old_logp_BT, mask_BT)
-    return _ratio_stats(delta_BT, advantage_BT.detach().to(delta_BT.dtype), mask_BT)
+    return _ratio_stats(delta_BT, advantage_BT.detach().to(delta_BT.dtype), mask_BT, None)
 
 
 def aggregate_loss(
@@ -200,32 +212,44 @@ def aggregate_loss(
     raise ValueError(f"loss_agg_mode is {loss_agg_mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}")
 
 
-def _policy_stats(delta_BT: Tensor, A_BT: Tensor, mask_BT: Tensor, of_tokens: TokenLoss, dual_BT: Tensor) -> Stats:
+def _policy_stats(
+    delta_BT: Tensor,
+    A_BT: Tensor,
+    mask_BT: Tensor,
+    branch_BT: Tensor | None,
+    of_tokens: TokenLoss,
+    dual_BT: Tensor,
+) -> Stats:
     m_BT = mask_BT.bool()
-    valid_B = m_BT.any(-1)
+    valid_BK = _has_any(m_BT, branch_BT)
     outside_BT = m_BT & (of_tokens.below_BT | of_tokens.above_BT)
     cut_low_BT, cut_high_BT = m_BT & of_tokens.cut_low_BT, m_BT & of_tokens.cut_high_BT
     return {
-        **mean_stats("clipped_low_sequences", cut_low_BT.any(-1), valid_B),
-        **mean_stats("clipped_high_sequences", cut_high_BT.any(-1), valid_B),
+        **mean_stats("clipped_low_sequences", _has_any(cut_low_BT, branch_BT), valid_BK),
+        **mean_stats("clipped_high_sequences", _has_any(cut_high_BT, branch_BT), valid_BK),
         **mean_stats("clipped_low_tokens", cut_low_BT, m_BT),
         **mean_stats("clipped_high_tokens", cut_high_BT, m_BT),
-        **mean_stats("outside_clip_sequences", outside_BT.any(-1), valid_B),
+        **mean_stats("outside_clip_sequences", _has_any(outside_BT, branch_BT), valid_BK),
         **mean_stats("dual_clipped_tokens", dual_BT, m_BT),
-        **_ratio_stats(delta_BT, A_BT, mask_BT),
+        **_ratio_stats(delta_BT, A_BT, mask_BT, branch_BT),
     }
 
 
-def _ratio_stats(delta_BT: Tensor, A_BT: Tensor, mask_BT: Tensor) -> Stats:
+def _ratio_stats(delta_BT: Tensor, A_BT: Tensor, mask_BT: Tensor, branch_BT: Tensor | None) -> Stats:
     m_BT = mask_BT.bool()
     k1_BT, k3_BT = (kl_divergence(-delta_BT, torch.zeros_like(delta_BT), kind) for kind in ("k1", "k3"))
     return {
-        **moment_stats("log_ratio", _sequence_mean(delta_BT, mask_BT), m_BT.any(-1)),
+        **moment_stats("log_ratio", means_of_sequences(delta_BT, mask_BT, branch_BT), _has_any(m_BT, branch_BT)),
         **moment_stats("token_log_ratio", delta_BT, m_BT),
         **mean_stats("k1", k1_BT, m_BT),
         **mean_stats("k3", k3_BT, m_BT),
         **moment_stats("advantage", A_BT, m_BT),
     }
+
+
+def _has_any(x_BT: Tensor, branch_BT: Tensor | None) -> Tensor:
+    """Whether x is true at any token of a sequence, Bool [B, K]."""
+    return lengths_of_sequences(x_BT, branch_BT) > 0
 
 
 def _delta(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -234,21 +258,25 @@ def _delta(logp_BT: Tensor, old_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.where(mask_BT.bool(), logp_BT.to(dtype) - old_logp_BT.detach().to(dtype), 0.0)
 
 
-def _sequence_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    return x_BT.sum(-1) / mask_BT.bool().sum(-1).clamp(min=1)
-
-
-def _log_ratio(delta_BT: Tensor, mask_BT: Tensor, importance_sampling: str) -> Tensor:
+def _log_ratio(delta_BT: Tensor, mask_BT: Tensor, branch_BT: Tensor | None, importance_sampling: str) -> Tensor:
     if importance_sampling == "token":
         return delta_BT
-    log_s_B1 = _sequence_mean(delta_BT, mask_BT)[:, None]
+    log_s_BT = at_tokens(means_of_sequences(delta_BT, mask_BT, branch_BT), mask_BT, branch_BT)
     if importance_sampling == "seq":
-        return log_s_B1.expand_as(delta_BT)
+        return log_s_BT
     if importance_sampling == "seq_token":
-        return log_s_B1.detach() + (delta_BT - delta_BT.detach())
+        return log_s_BT.detach() + (delta_BT - delta_BT.detach())
     raise ValueError(
         f"importance_sampling is {importance_sampling!r}; it must be one of {', '.join(IMPORTANCE_SAMPLINGS)}"
     )
+
+
+def _check_branches(mask_BT: Tensor, branch_BT: Tensor | None, importance_sampling: str) -> None:
+    if branch_BT is None:
+        return
+    check_matrix(mask_BT=mask_BT, branch_BT=branch_BT)
+    if importance_sampling == "token":
+        raise ValueError("branch_BT is given and importance_sampling 'token', whose ratios are of tokens; leave it out")
 
 
 def _check_bounds(

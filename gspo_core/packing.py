@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def micro_batches(
+    lengths: Sequence[int], max_tokens: int, num_branches: Sequence[int] | None = None
+) -> list[list[int]]:
     """Cut rows of the given lengths (tokens) into lists of row indices, each padded to at most max_tokens.
 
     A micro-batch costs rows x its longest row. Rows go longest first, equal lengths in their own order, so
-    neighbours are alike, padding is small, and what does not fit in memory shows at once. The same lengths give
-    the same cut. Every row is in exactly one list.
+    neighbours are alike, padding is small, and too long a row shows at once. The same lengths give the same cut.
+    Every row is in exactly one list.
+    With `num_branches`, an index i stands for so many rows, which stay together, the longest of lengths[i]. If these
+    exceed max_tokens by their padding, they are a list of their own.
     ValueError: a row longer than max_tokens, or a negative length.
     """
     if lengths and min(lengths) < 0:
@@ -24,11 +28,12 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if lengths[row] > max_tokens:
             raise ValueError(f"row {row} has {lengths[row]} tokens; raise max_tokens, {max_tokens}, to at least that")
-        if num_fitting == 0:
+        num_rows = 1 if num_branches is None else num_branches[row]
+        if not batches or num_fitting < num_rows:
             batches.append([])
             num_fitting = max_tokens // max(1, lengths[row])
         batches[-1].append(row)
-        num_fitting -= 1
+        num_fitting -= num_rows
     return batches
 
 

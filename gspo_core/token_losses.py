@@ -11,7 +11,7 @@ from torch import Tensor
 OBJECTIVES = ("clip", "cispo", "dppo_tv", "dppo_kl")
 # exp(-this) is 1 in float64, so that the rest of the distribution never has probability 0.
 _LEAST_SURPRISE = 1e-12
-# One for all tokens, or one for each sequence: [B, 1].
+# One for all tokens, or one for each: [B, T].
 Bound = float | Tensor
 
 

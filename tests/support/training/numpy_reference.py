@@ -10,13 +10,21 @@ import math
 import numpy as np
 
 
-def ratios(logp, old, mask, kind):
+def sequences(mask, branch=None):
+    """(row, Bool [T]) of the counted tokens of each sequence that has any: of a row, or with `branch` of a branch."""
+    for i, counted in enumerate(mask):
+        numbers = [0] if branch is None else sorted(set(branch[i]))
+        for tokens in (counted if branch is None else counted & (branch[i] == number) for number in numbers):
+            if tokens.any():
+                yield i, tokens
+
+
+def ratios(logp, old, mask, kind, branch=None):
     """[B, T]: each counted token's ratio; 1 elsewhere."""
     ratio = np.ones(logp.shape)
-    for i, counted in enumerate(mask):
-        delta = (logp[i] - old[i])[counted]
-        if len(delta):
-            ratio[i, counted] = np.exp(delta) if kind == "token" else math.exp(math.fsum(delta) / len(delta))
+    for i, tokens in sequences(mask, branch):
+        delta = (logp[i] - old[i])[tokens]
+        ratio[i, tokens] = np.exp(delta) if kind == "token" else math.exp(math.fsum(delta) / len(delta))
     return ratio
 
 
@@ -28,14 +36,17 @@ def token_losses(ratio, advantage, low, high, dual_clip):
     return loss
 
 
-def widened(side, mask, reference_length):
-    """[B]: one side of the clip of each row, wider for fewer counted tokens; the side itself where it is None."""
-    if reference_length is None:
-        return np.full(len(mask), side)
-    return np.array([side * math.sqrt(reference_length / max(1, counted.sum())) for counted in mask])
+def widened(side, mask, reference_length, branch=None):
+    """[B, T]: one side of the clip of each counted token, wider for shorter sequences."""
+    sides = np.full(mask.shape, side, dtype=float)
+    for i, tokens in sequences(mask, branch):
+        sides[i, tokens] = side * math.sqrt(reference_length / tokens.sum())
+    return sides
 
 
-def bounded(objective, ratio, logp, old, advantage, low, high, dual_clip, mask=None, reference_length=None):
+def bounded(
+    objective, ratio, logp, old, advantage, low, high, dual_clip, mask=None, reference_length=None, branch=None
+):
     """Losses, slopes, tokens below a bound, tokens above one, and those of either kind that it changes: [B, T] each.
 
     Token by token, as the papers write them. A slope is dl_it/dlogp_it if each token has its own ratio.
@@ -43,11 +54,11 @@ def bounded(objective, ratio, logp, old, advantage, low, high, dual_clip, mask=N
     shape = ratio.shape
     loss, slope = np.zeros(shape), np.zeros(shape)
     below, above, cut_low, cut_high = (np.zeros(shape, dtype=bool) for _ in range(4))
-    sides = low, high
+    if reference_length is not None:
+        sides = [widened(side, mask, reference_length, branch) for side in (low, high)]
     for at in np.ndindex(shape):
         if reference_length is not None:
-            low, high = (widened(side, mask, reference_length)[at[0]] for side in sides)
-            low = min(low, 1)
+            low, high = min(sides[0][at], 1), sides[1][at]
         r, A, p, q = ratio[at], advantage[at], math.exp(min(logp[at], 0)), math.exp(min(old[at], 0))
         if objective == "clip":
             below[at], above[at] = r < 1 - low, r > 1 + high
@@ -109,21 +120,25 @@ def loss_and_gradient(
     max_response_length,
     objective="clip",
     reference_length=None,
+    branch=None,
     **counts,
 ):
     """The loss and its gradient in logp, by the chain rule on paper.
 
     dl/dratio is -A where the bound lets it through, dratio/dlogp is the ratio: of the token itself under `token` and
-    `seq_token`, spread as 1/L over the sequence under `seq`. Under cispo each log-prob has its own gradient.
+    `seq_token`, spread as 1/L over the sequence under `seq`. Under cispo each log-prob has its own gradient. With the
+    number of each token's `branch`, sequences are branches, and a token weighs as one of its row.
     """
-    ratio = ratios(logp, old, mask, kind)
-    loss, slope, *_ = bounded(objective, ratio, logp, old, advantage, low, high, dual_clip, mask, reference_length)
+    ratio = ratios(logp, old, mask, kind, branch)
+    loss, slope, *_ = bounded(
+        objective, ratio, logp, old, advantage, low, high, dual_clip, mask, reference_length, branch
+    )
     weight = token_weights(mask, mode, max_response_length, **counts)
     through = slope * weight
     gradient = through.copy()
     if kind == "seq" and objective != "cispo":
-        for i, counted in enumerate(mask):
-            gradient[i] = counted * through[i].sum() / max(1, counted.sum())
+        for i, tokens in sequences(mask, branch):
+            gradient[i, tokens] = through[i, tokens].sum() / tokens.sum()
     return float((loss * weight)[mask].sum()), gradient
 
 

@@ -14,6 +14,13 @@ def test_literal():
     assert micro_batches([], max_tokens=10) == []
 
 
+def test_the_branches_of_a_rollout_stay_together():
+    """Rollout 0 takes three rows of 4 tokens; rollout 2 exceeds the budget by its padding, and is alone."""
+    assert micro_batches([4, 4, 9, 2], 16, num_branches=[3, 1, 2, 1]) == [[2], [0, 1], [3]]
+    assert micro_batches([4, 4, 2], 16, num_branches=[3, 2, 2]) == [[0], [1, 2]]
+    assert micro_batches([5, 5, 5], 10, num_branches=[1, 1, 1]) == micro_batches([5, 5, 5], 10)
+
+
 def test_packed_literal():
     assert packed_micro_batches([3, 10, 4, 10, 1], max_tokens=20) == [[1, 3], [2, 0, 4]]
     assert packed_micro_batches([3, 10, 4, 10, 1], max_tokens=14) == [[1], [3, 2], [0, 4]]

@@ -48,6 +48,7 @@ REQUIRED = inspect.Parameter.empty
                 "turns_B": None,
                 "num_turns": None,
                 "pg_clip_reference_length": None,
+                "branch_BT": None,
             },
         ),
         (kl_divergence, ["logp_BT", "ref_logp_BT", "kind"], {}),

@@ -100,6 +100,29 @@ def test_a_reference_length_without_an_effect_is_refused(options):
         loss_of(DELTA, ADVANTAGE, MASK, **{"pg_clip_reference_length": 4096, **options})
 
 
+@pytest.mark.parametrize("kind", ["seq", "seq_token"])
+def test_each_branch_has_a_ratio_and_the_rollout_one_weight(kind):
+    """Rows 0 and 1 have branches of 1 and 2 tokens; e^0.3 is above 1.27, e^-0.1 and e^0.1 are within."""
+    delta_BT = torch.tensor([[0.3, -0.3, 0.1], [0.1, 0.1, 0.1]])
+    branch_BT, same_BT = torch.tensor([[0, 1, 1], [0, 1, 1]]), torch.zeros(2, 3).long()
+    loss, stats = loss_of(delta_BT, torch.ones(2, 3), importance_sampling=kind, branch_BT=branch_BT, **WIDE)
+    assert loss.item() == pytest.approx(-((1.27 + 2 * math.exp(-0.1)) / 3 + math.exp(0.1)) / 2)
+    reported = figures(stats)
+    assert reported["clipped_high_sequences"] == 0.25 and reported["clipped_high_tokens"] == pytest.approx(1 / 6)
+    assert reported["log_ratio_mean"] == pytest.approx((0.3 - 0.1 + 0.1 + 0.1) / 4)
+    whole = loss_of(delta_BT, torch.ones(2, 3), importance_sampling=kind, **WIDE).loss
+    assert whole.item() == pytest.approx(-(math.exp(0.1 / 3) + math.exp(0.1)) / 2)
+    alike = loss_of(delta_BT, torch.ones(2, 3), importance_sampling=kind, branch_BT=same_BT, **WIDE).loss
+    assert alike.item() == pytest.approx(whole.item())
+
+
+def test_branches_need_a_ratio_of_sequences_and_the_shape_of_the_tokens():
+    with pytest.raises(ValueError, match="branch_BT is given and importance_sampling 'token'"):
+        loss_of(DELTA, ADVANTAGE, MASK, importance_sampling="token", branch_BT=torch.zeros(2, 3).long())
+    with pytest.raises(ValueError, match=r"branch_BT has shape \(2, 2\)"):
+        loss_of(DELTA, ADVANTAGE, MASK, branch_BT=torch.zeros(2, 2).long())
+
+
 def test_turns_divide_a_sequence_and_a_turns_mean_length_the_step():
     """l is 1 a token. Conversations of 2 and 4 tokens in 1 and 3 turns: 6 tokens in 4 turns, 1.5 a turn."""
     l_BT, mask_BT = torch.ones(3, 4), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])

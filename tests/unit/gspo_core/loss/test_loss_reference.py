@@ -20,7 +20,10 @@ T_MAX = 16
 
 @st.composite
 def batches(draw, largest_delta):
-    """logp, old, advantage, mask [B, T]: no row, no token, single tokens and whole rows among them."""
+    """logp, old, advantage, mask, branch [B, T]: no row, no token, single tokens and whole rows among them.
+
+    Rows have one branch, or several of one to three tokens.
+    """
     B, T = draw(st.integers(0, 5)), draw(st.integers(0, 8))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     old = -rng.exponential(1.0, (B, T))
@@ -29,7 +32,8 @@ def batches(draw, largest_delta):
     mask = rng.random((B, T)) < draw(st.sampled_from([0.0, 0.5, 1.0]))
     if draw(st.booleans()):
         mask &= mask.cumsum(1) == 1  # sequences of a single token
-    return logp, old, advantage, mask
+    branch = np.arange(T) * (np.arange(B) % 3)[:, None] // 3
+    return logp, old, advantage, mask, branch
 
 
 def fitting(option):
@@ -37,7 +41,9 @@ def fitting(option):
     kind = "token" if option["objective"].startswith("dppo") else option["kind"]
     clips = option["objective"] == "clip"
     dual_clip, length = (option[key] if clips else None for key in ("dual_clip", "reference_length"))
-    return {**option, "kind": kind, "dual_clip": dual_clip, "reference_length": None if kind == "token" else length}
+    by_branch = option["by_branch"] and kind != "token"
+    of_sequences = {"reference_length": None if kind == "token" else length, "by_branch": by_branch}
+    return {**option, "kind": kind, "dual_clip": dual_clip, **of_sequences}
 
 
 options = st.fixed_dictionaries(
@@ -48,14 +54,19 @@ options = st.fixed_dictionaries(
         "clip": st.sampled_from([(3e-4, 4e-4), (0.2, 0.27), (0.0, 0.0), (1.0, 5.0)]),
         "dual_clip": st.sampled_from([None, 1.4, 3.0]),
         "reference_length": st.sampled_from([None, 2, 4096]),
+        "by_branch": st.booleans(),
     }
 ).map(fitting)
+
+
+def branch_of(batch, option):
+    return batch[4] if option["by_branch"] else None
 
 
 def expected(batch, option, **counts):
     clip, dual_clip = option["clip"], option["dual_clip"]
     return reference.loss_and_gradient(
-        *batch,
+        *batch[:4],
         option["kind"],
         *clip,
         dual_clip,
@@ -63,12 +74,13 @@ def expected(batch, option, **counts):
         T_MAX,
         option["objective"],
         option["reference_length"],
+        branch_of(batch, option),
         **counts,
     )
 
 
 def bounded(batch, option, ratio):
-    logp, old, advantage, mask = batch
+    logp, old, advantage, mask, _ = batch
     return reference.bounded(
         option["objective"],
         ratio,
@@ -79,13 +91,14 @@ def bounded(batch, option, ratio):
         option["dual_clip"],
         mask,
         option["reference_length"],
+        branch_of(batch, option),
     )
 
 
 def size(batch, option):
     """Sum of what is added up, without signs: rounding is relative to it where terms cancel. At least 1."""
-    logp, old, _, mask = batch
-    ratio = reference.ratios(logp, old, mask, option["kind"])
+    logp, old, _, mask, _ = batch
+    ratio = reference.ratios(logp, old, mask, option["kind"], branch_of(batch, option))
     terms = bounded(batch, option, ratio)[0]
     return max(1.0, float(np.abs(terms * reference.token_weights(mask, option["mode"], T_MAX)).sum()))
 
@@ -105,6 +118,7 @@ def run(batch, option, dtype=torch.float64, **counts):
         loss_agg_mode=option["mode"],
         max_response_length=T_MAX,
         pg_clip_reference_length=option["reference_length"],
+        branch_BT=torch.tensor(batch[4]) if option["by_branch"] else None,
         **counts,
     )
     result.loss.backward()
@@ -122,11 +136,12 @@ def test_value_and_gradient_equal_the_reference(batch, option):
 
 @given(batches(largest_delta=1.0), options)
 def test_bf16_inputs_lose_nothing_but_their_own_rounding(batch, option):
-    *numbers, mask = batch
+    *numbers, mask, branch = batch
     rounded = [torch.tensor(x, dtype=torch.bfloat16).double().numpy() for x in numbers]
+    rounded += [mask, branch]
     result, grad_BT = run(batch, option, torch.bfloat16)
-    loss, gradient = expected((*rounded, mask), option)
-    allowed = 3e-6 * size((*rounded, mask), option)
+    loss, gradient = expected(rounded, option)
+    allowed = 3e-6 * size(rounded, option)
     assert math.isclose(result.loss.item(), loss, rel_tol=1e-5, abs_tol=allowed)
     np.testing.assert_allclose(grad_BT.double().numpy(), gradient, rtol=1e-2, atol=allowed)
 
@@ -164,20 +179,27 @@ def test_extreme_ratios_stay_finite(batch, option, dtype):
 
 @given(batches(largest_delta=3.0), options)
 def test_the_clipped_shares_are_those_of_the_reference(batch, option):
-    logp, old, _, mask = batch
+    logp, old, _, mask, _ = batch
+    branch = branch_of(batch, option)
     reported = figures(run(batch, option)[0].stats)
-    below, above, *cut = bounded(batch, option, reference.ratios(logp, old, mask, option["kind"]))[2:]
+    below, above, *cut = bounded(batch, option, reference.ratios(logp, old, mask, option["kind"], branch))[2:]
     lost = {side: mask & tokens for side, tokens in zip(("low", "high"), cut, strict=True)}
-    num_sequences, num_tokens = max(1, mask.any(1).sum()), max(1, mask.sum())
+    sequences, num_tokens = list(reference.sequences(mask, branch)), max(1, mask.sum())
+
+    def share(chosen):
+        return pytest.approx(sum(chosen[i, tokens].any() for i, tokens in sequences) / max(1, len(sequences)))
+
     for side, tokens in lost.items():
         assert reported[f"clipped_{side}_tokens"] == pytest.approx(tokens.sum() / num_tokens)
-        assert reported[f"clipped_{side}_sequences"] == pytest.approx(tokens.any(1).sum() / num_sequences)
-    assert reported["outside_clip_sequences"] == pytest.approx((mask & (below | above)).any(1).sum() / num_sequences)
+        assert reported[f"clipped_{side}_sequences"] == share(tokens)
+    assert reported["outside_clip_sequences"] == share(below | above)
+    log_s = [(logp[i] - old[i])[tokens].mean() for i, tokens in sequences]
+    assert reported["log_ratio_mean"] == pytest.approx(np.mean(log_s) if log_s else 0.0, abs=1e-12)
 
 
 @given(batches(largest_delta=30.0), st.sampled_from(["k1", "k2", "k3"]))
 def test_kl_equals_the_reference(batch, kind):
-    logp, ref, _, _ = batch
+    logp, ref, *_ = batch
     found_BT = kl_divergence(torch.tensor(logp), torch.tensor(ref), kind)
     np.testing.assert_allclose(found_BT.numpy(), reference.kl(logp, ref, kind), rtol=1e-10, atol=1e-12)
 
@@ -186,7 +208,7 @@ def test_kl_equals_the_reference(batch, kind):
 @settings(max_examples=300)
 @given(batches(largest_delta=4.0), st.sampled_from(BEHAVIOR_LEVELS))
 def test_behavior_weights_equal_the_reference(batch, level):
-    old, behavior, _, mask = batch
+    old, behavior, _, mask, _ = batch
     compared = tuple(torch.tensor(x) for x in (old, behavior, mask))
     expected_w = reference.behavior_weight(old, behavior, mask, level)
     capped_BT, _ = behavior_weights(*compared, behavior_correction="truncate", behavior_level=level, bounds=(0.0, 2.0))
