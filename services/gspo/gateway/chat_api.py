@@ -62,7 +62,7 @@ def _vllm_config(config: Config, folder: Path) -> VllmConfig:
     """vLLM's configuration of the model, without one of an engine."""
     arguments = AsyncEngineArgs(
         model=str(folder),
-        max_model_len=config.algorithm.longest_rollout,
+        max_model_len=config.algorithm.longest_branch,
         trust_remote_code=config.model.trust_remote_code,
         reasoning_parser=config.gateway.reasoning_parser or "",
         # Sampling parameters of the model's folder do not replace a client's defaults.

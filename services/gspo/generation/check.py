@@ -56,7 +56,7 @@ def check(config: Config) -> None:
 def _check_places(config: Config) -> None:
     """Check the memory of vLLM's tables: a row of the longest rollout for each in-flight rollout."""
     algorithm, num_places = config.algorithm, config.generation.max_rollouts
-    needed = num_places * algorithm.longest_rollout * _PLACE_TOKEN_BYTES
+    needed = num_places * algorithm.longest_branch * _PLACE_TOKEN_BYTES
     available = free_memory()
     if needed > available:
         raise InputError(
@@ -88,7 +88,7 @@ def _check_gpus(config: Config) -> None:
 
 
 def _check_length(config: Config) -> None:
-    longest = config.algorithm.longest_rollout
+    longest = config.algorithm.longest_branch
     known = max_positions(model_folder(config.model))
     if known is not None and longest > known:
         raise InputError(

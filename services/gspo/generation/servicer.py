@@ -107,7 +107,7 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
     def _limit_tokens(self, task: GroupTask) -> GroupTask:
         """The task, limited to the tokens that the engine has places for."""
         algorithm = self._service.config.algorithm
-        places = algorithm.longest_rollout - len(task.prompt.token_ids)
+        places = algorithm.longest_branch - len(task.prompt.token_ids)
         if 0 < places < task.sampling.max_tokens:
             task.sampling.max_tokens = places
         return task

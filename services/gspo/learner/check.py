@@ -97,13 +97,13 @@ def _check_teacher(config: Config, policy: Path, files: ModelFiles) -> None:
 
 
 def _check_lengths(config: Config, model: Mapping[str, Any]) -> None:
-    longest = config.algorithm.longest_rollout
-    if config.micro_batch_tokens < longest:
+    longest, whole = config.algorithm.longest_branch, config.algorithm.longest_rollout
+    if config.micro_batch_tokens < whole:
+        keys = "prompt_length + response_length" if whole == longest else "rollout_length"
         raise InputError(
             "learner.micro_batch_tokens",
-            f"{config.micro_batch_tokens} is less than the longest rollout, prompt_length + response_length "
-            f"= {longest} tokens",
-            f"Set it to at least {longest}, or lower algorithm.prompt_length or response_length",
+            f"{config.micro_batch_tokens} is less than the longest rollout, {keys} = {whole} tokens",
+            f"Set it to at least {whole}, or lower algorithm.{keys.replace(' +', ' or')}",
         )
     context = _text_config(model).get("max_position_embeddings")
     if isinstance(context, int) and longest > context:

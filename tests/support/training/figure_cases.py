@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gspo": {},
     "roll-gspo": {"preset": "roll-gspo", "prompt_length": 64, "response_length": 64},
     "length": {"pg_clip_low": 0.002, "pg_clip_high": 0.003, "pg_clip_reference_length": 30},
+    "branch": {"ratio_of": "branch", "pg_clip_low": 0.002, "pg_clip_high": 0.003, "pg_clip_reference_length": 30},
     "grpo": {"preset": "grpo"},
     "cispo": {"objective": "cispo", "importance_sampling": "token", "pg_clip": 0.002},
     "dppo": {"objective": "dppo_tv", "importance_sampling": "token", "pg_clip": 1e-4},
@@ -50,6 +51,8 @@ def make_figure_models(folder: Path) -> Path:
 def figure_config(model: Path, case: str, **learner: Any) -> Config:
     """The configuration of a case; `learner` adds keys of that section."""
     keys: dict[str, Any] = {"algorithm": CASES[case], "learner": {**LEARNER, **learner}}
+    if CASES[case].get("ratio_of") == "branch":
+        keys["gateway"] = {"replicas": 1}
     if case in TEACHERS:
         keys["teacher"] = {"path": str(model / TEACHER), **TEACHERS[case]}
     return make_config(model, **keys)

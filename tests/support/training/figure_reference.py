@@ -25,6 +25,7 @@ from tests.support.training.numpy_reference import (
     kl,
     loss_and_gradient,
     ratios,
+    sequences,
     token_weights,
 )
 
@@ -69,6 +70,7 @@ def _of_rows(records: Sequence[Record]) -> dict[str, float]:
         "reward_max": rewards.max(),
         "zero_spread_groups": np.mean(equal),
         **_of_parts(records),
+        "branches_mean": np.mean([1 + len(r["branch_starts"]) for r in records]),
         **_of_conversations(records),
     }
 
@@ -124,6 +126,10 @@ class _Loop:
         self.mask = self._matrix("mask").astype(bool)
         self.behavior, self.version = self._matrix("logp"), self._matrix("version")
         self.fresh = self.mask & (self.version == step - 1)
+        self.branch = None
+        if self.algorithm.ratio_of == "branch":
+            numbers = [[k for k, (_, start, end) in enumerate(_branches(r)) for _ in range(start, end)] for r in kept]
+            self.branch = self._side_by_side(numbers)
         self.mini_batch = np.array([record["mini_batch"] for record in kept])
         self.old, self.ref = self.behavior, self._numbers(self.reference)
         self.correction: dict[str, float] = {}
@@ -182,14 +188,18 @@ class _Loop:
         has_loss = a.use_kl_loss or a.entropy_coef or (self.teacher.used and self.teacher.kl_in == "loss")
         training = sampling = 0.0
         for record, counted, A in zip(self.kept, self.mask, self.counted * self.advantage, strict=True):
-            prompt, last = len(record["prompt_token_ids"]), np.flatnonzero(counted)[-1]
-            forward = _body_flops(c, prompt + last) + 2 * c.vocab_size * c.hidden_size * counted.sum()
             passes = (a.old_logprobs == "recompute") + a.needs_reference + (3 if A.any() or has_loss else 1)
-            training += passes * forward
-            sampling += forward - _body_flops(c, prompt)
-            if self.teacher.used:
-                t = self.taught.config
-                training += _body_flops(t, prompt + last) + 2 * t.vocab_size * t.hidden_size * counted.sum()
+            for context, start, end in _branches(record):
+                if not counted[start:end].any():
+                    continue
+                read = len(context) + np.flatnonzero(counted[start:end])[-1]
+                num_counted = counted[start:end].sum()
+                forward = _body_flops(c, read) + 2 * c.vocab_size * c.hidden_size * num_counted
+                training += passes * forward
+                sampling += forward - (_body_flops(c, len(context)) if start == 0 else 0)
+                if self.teacher.used:
+                    t = self.taught.config
+                    training += _body_flops(t, read) + 2 * t.vocab_size * t.hidden_size * num_counted
         prompts = {record["group"]: len(record["prompt_token_ids"]) for record in self.kept}
         sampling += sum(_body_flops(c, prompt) for prompt in prompts.values())
         return {"train_flops": training, "generation_flops": sampling}
@@ -200,24 +210,27 @@ class _Loop:
         logp, entropy = (np.concatenate([one[k] for one in seen]) for k in (1, 2))
         old, ref, A, m = self.old[order], self.ref[order], self.advantage[order], self.counted[order]
         (low, high), dual = self.algorithm.clip, self.algorithm.dual_clip
-        ratio, delta = ratios(logp, old, m, self.algorithm.importance_sampling), logp - old
+        branch = None if self.branch is None else self.branch[order]
+        ratio, delta = ratios(logp, old, m, self.algorithm.importance_sampling, branch), logp - old
+        length = self.algorithm.pg_clip_reference_length
         *_, below, above, cut_low, cut_high = bounded(
-            self.algorithm.objective, ratio, logp, old, A, low, high, dual, m, self.algorithm.pg_clip_reference_length
+            self.algorithm.objective, ratio, logp, old, A, low, high, dual, m, length, branch
         )
         cut = {"low": m & cut_low, "high": m & cut_high}
-        whole = m.any(1)
+        of_sequences = list(sequences(m, branch))
         found = {
-            "outside_clip_sequences": (m & (below | above)).any(1)[whole].mean(),
+            "outside_clip_sequences": np.mean([(below | above)[i, tokens].any() for i, tokens in of_sequences]),
             "dual_clipped_tokens": ((A < 0) & (ratio > (dual or math.inf)))[m].mean(),
             "entropy": entropy[m].mean(),
             "k1": kl(old, logp, "k1")[m].mean(),
             "k3": kl(logp, old, "k3")[m].mean(),
             **_moments("token_log_ratio", delta[m]),
-            **_moments("log_ratio", np.array([d[c].mean() for d, c in zip(delta, m, strict=True) if c.any()])),
+            **_moments("log_ratio", np.array([delta[i, tokens].mean() for i, tokens in of_sequences])),
             **_moments("advantage", A[m]),
         }
         for side, part in cut.items():
-            found |= {f"clipped_sequences_{side}": part.any(1)[whole].mean(), f"clipped_tokens_{side}": part[m].mean()}
+            found[f"clipped_sequences_{side}"] = np.mean([part[i, tokens].any() for i, tokens in of_sequences])
+            found[f"clipped_tokens_{side}"] = part[m].mean()
         for unit in ("sequences", "tokens"):
             found[f"clipped_{unit}"] = found[f"clipped_{unit}_low"] + found[f"clipped_{unit}_high"]
         if self.algorithm.needs_reference:
@@ -232,7 +245,9 @@ class _Loop:
             part = np.ones(len(self.kept), dtype=bool)
         fresh, delta = self.fresh[part], logp - self.behavior[part]
         token = delta[fresh]
-        sequence = np.array([d[f].mean() for d, f in zip(delta, fresh, strict=True) if f.any()])
+        branch = None if self.branch is None else self.branch[part]
+        compared = [delta[i, tokens] for i, tokens in sequences(fresh, branch)]
+        sequence = np.array([of_sequence.mean() for of_sequence in compared])
         found = {
             "mismatch_tokens": len(token),
             "sigma_token": token.std(ddof=1),
@@ -240,10 +255,9 @@ class _Loop:
         }
         if self.algorithm.objective != "clip":
             return found
-        lengths = [int(n) for n in self.counted.sum(1) if n]
-        compared = [(d[f], f.sum()) for d, f in zip(delta, fresh, strict=True) if f.any()]
-        within = sum(((d - d.mean()) ** 2).sum() for d, _ in compared) / (len(token) - len(compared))
-        shared = max(0.0, sequence.var(ddof=1) - within * np.mean([1 / n for _, n in compared]))
+        lengths = [int(tokens.sum()) for _, tokens in sequences(self.counted, self.branch)]
+        within = sum(((d - d.mean()) ** 2).sum() for d in compared) / (len(token) - len(compared))
+        shared = max(0.0, sequence.var(ddof=1) - within * np.mean([1 / len(d) for d in compared]))
         sigmas = [(n, math.sqrt(shared + within / n), found["sigma_token"] / math.sqrt(n)) for n in lengths]
         if self.algorithm.importance_sampling == "token":
             sigmas = [(1, found["sigma_token"], found["sigma_token"])]
@@ -271,11 +285,11 @@ class _Loop:
         a, m, old = self.algorithm, self.counted[first], self.old[first]
         if a.objective != "clip" or a.importance_sampling == "token":
             return {}
-        log_ratio = np.array([(p - q)[c].mean() for p, q, c in zip(logp, old, m, strict=True) if c.any()])
-        scale = np.array(
-            [math.sqrt((a.pg_clip_reference_length or c.sum()) / c.sum()) for c in self.counted if c.any()]
-        )
-        of_first = np.array([bool(chosen) for chosen, c in zip(first, self.counted, strict=True) if c.any()])
+        branch = None if self.branch is None else self.branch[first]
+        log_ratio = np.array([(logp - old)[i, tokens].mean() for i, tokens in sequences(m, branch)])
+        of_all = [(i, tokens.sum()) for i, tokens in sequences(self.counted, self.branch)]
+        scale = np.array([math.sqrt((a.pg_clip_reference_length or n) / n) for _, n in of_all])
+        of_first = np.array([bool(first[i]) for i, _ in of_all])
         low, high = np.minimum(1, a.clip[0] * scale), a.clip[1] * scale
         ratio = np.exp(log_ratio)
         start = ((ratio < 1 - low[of_first]) | (ratio > 1 + high[of_first])).mean()
@@ -326,6 +340,7 @@ class _Loop:
             a.response_length,
             a.objective,
             a.pg_clip_reference_length,
+            None if self.branch is None else self.branch[part],
             turns=[record["num_turns"] for record, chosen in zip(self.kept, part, strict=True) if chosen],
         )
         if a.use_kl_loss:
@@ -341,10 +356,15 @@ class _Loop:
         return loss, gradient
 
     def _logp_entropy(self, model: Any, record: Record) -> tuple[torch.Tensor, torch.Tensor]:
-        prompt, answer = record["prompt_token_ids"], record["token_ids"]
-        logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1] / self.temperature
-        log_p = torch.log_softmax(logits, -1)
-        return log_p.gather(1, torch.tensor(answer)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        found: list[torch.Tensor] = []
+        for context, start, end in _branches(record):
+            ids = torch.tensor([*context, *record["token_ids"][start:end]])
+            log_p = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1] / self.temperature, -1)
+            both = torch.stack([log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)])
+            # Nothing predicts the first token of a further branch.
+            found.append(both[:, len(context) - 1 :] if context else torch.nn.functional.pad(both, (1, 0)))
+        logp, entropy = torch.cat(found, 1)
+        return logp, entropy
 
     @torch.no_grad()
     def _numbers(self, model: Any) -> Any:
@@ -358,6 +378,13 @@ class _Loop:
         for values, row in zip(matrix, rows, strict=True):
             values[: len(row)] = row
         return matrix
+
+
+def _branches(record: Record) -> list[tuple[list[int], int, int]]:
+    """Of each branch the context before the arrays, its first place there, and the place behind its last."""
+    starts = record["branch_starts"]
+    contexts = [record["prompt_token_ids"], *([] for _ in starts)]
+    return list(zip(contexts, [0, *starts], [*starts, len(record["token_ids"])], strict=True))
 
 
 def _body_flops(c: Any, num_tokens: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ def make_config(folder: Path, *, algorithm: dict[str, Any] | None = None, **sect
 
 def make_rows(folder: Path, **sizes: Any) -> list[Row]:
     """Rows in training order, by the arguments of `_make_rows`; every third answer has observation tokens in its
-    middle. Behavior is the folder's model plus noise.
+    middle, and some long ones have three branches. Behavior is the folder's model plus noise.
 
     The same rows are made once: a forward for each takes longer than training on them.
     """
@@ -71,6 +72,7 @@ def _make_rows(
     for place, index in enumerate(order):
         group, number = divmod(int(index), num_rollouts)
         tokens, mask = answers[index]
+        mask, branch_starts = _in_branches(mask) if index % 4 == 1 else (mask, [])
         rows.append(
             row_of(
                 step=step,
@@ -79,6 +81,7 @@ def _make_rows(
                 prompt_token_ids=prompts[group],
                 token_ids=tokens,
                 mask=mask,
+                branch_starts=np.array(branch_starts, dtype=np.int32),
                 version=np.where(mask, step - 1, -1).astype(np.int32),
                 advantage=float(rng.normal()),
                 reward=float(rng.integers(0, 2)),
@@ -114,10 +117,16 @@ def with_behavior(
 
 
 def answer_logp(model: Any, row: Row, temperature: float) -> torch.Tensor:
-    """Log-prob of every answer token, from full logits of one row alone."""
-    ids = torch.tensor([[*row.prompt_token_ids.tolist(), *row.token_ids.tolist()]])
-    logits = model(input_ids=ids).logits[0, len(row.prompt_token_ids) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(1, torch.as_tensor(row.token_ids).long()[:, None])[:, 0]
+    """Log-prob of every answer token, from full logits of one branch alone; 0 for a branch's first token."""
+    starts = [0, *row.branch_starts.tolist(), len(row.token_ids)]
+    answer, logp = row.token_ids.tolist(), []
+    for start, end in pairwise(starts):
+        context = [] if start else row.prompt_token_ids.tolist()
+        ids = torch.tensor([[*context, *answer[start:end]]])
+        logits = model(input_ids=ids).logits[0, :-1] / temperature
+        of_branch = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+        logp.append(of_branch[len(context) - 1 :] if context else torch.cat([torch.zeros(1), of_branch]))
+    return torch.cat(logp)
 
 
 def _answer(rng: np.random.Generator, longest: int) -> tuple[Any, Any]:
@@ -126,6 +135,14 @@ def _answer(rng: np.random.Generator, longest: int) -> tuple[Any, Any]:
     if length > 6 and rng.random() < 0.3:
         mask[2:5] = False
     return rng.integers(3, 90, length).astype(np.int32), mask
+
+
+def _in_branches(mask: Any) -> tuple[Any, list[int]]:
+    """Three branches of a long answer, the further ones with two tokens of context: its mask, and where they begin."""
+    starts = [len(mask) // 3, 2 * len(mask) // 3] if len(mask) > 11 else []
+    for start in starts:
+        mask[start : start + 2] = False
+    return mask, starts
 
 
 def row_of(**given: Any) -> Row:

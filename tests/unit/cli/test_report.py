@@ -332,12 +332,13 @@ def test_conversations_have_plots_and_are_read_turn_by_turn(path: Path) -> None:
     }
     with RunDir(path) as run_dir:
         train(run_dir, 1, 3, **talked)
-        run_dir.write_step(4, [row(4, 90, 0, turns_json=turns), row(4, 90, 1)])
+        run_dir.write_step(4, [row(4, 90, 0, turns_json=turns, branch_starts=np.array([1], np.int32)), row(4, 90, 1)])
         evaluate(run_dir, 3, 0.5, turns_mean=3.5)
     write_report(path)
     text = page(path)
     assert {"turns", "tools", "ends"} <= {file.stem for file in (path / "plots").iterdir()}
     assert "assistant: 16\nuser: higher" in text
+    assert text.count(" tokens in 2 branches, ") == 1
     assert '<th class="num">turns</th>' in text
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from gspo.cli.processes.placement import Placement
 from gspo.cli.processes.planned_memory import PlannedModel, free_for_ranks
+from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu
@@ -28,12 +29,14 @@ class LongestRollout:
     """Tokens of prompt and answer together.
 
     Attributes:
-        configured: algorithm.prompt_length + response_length.
+        configured: Of all branches of a rollout, at most.
+        branch: Of one branch, algorithm.prompt_length + response_length: what a generator reads at once.
         servable: As many as the KV cache of the smallest generator holds; None if it is not known.
         trainable: As many as fit on the fullest GPU of the learner; None if it is not known.
     """
 
     configured: int
+    branch: int
     servable: MemoryBound | None = None
     trainable: MemoryBound | None = None
 
@@ -41,16 +44,19 @@ class LongestRollout:
         """One line for people; empty if neither bound is known."""
         bounds = [f"the KV cache of a generator holds {self.servable.planned:,}"] if self.servable else []
         bounds += [f"a rank trains {self.trainable.planned:,}"] if self.trainable else []
-        return f"longest rollout: {self.configured:,} tokens; by the plan {', '.join(bounds)}" if bounds else ""
+        tokens = f"{self.configured:,} tokens"
+        if self.branch != self.configured:
+            tokens += f" in branches of up to {self.branch:,}"
+        return f"longest rollout: {tokens}; by the plan {', '.join(bounds)}" if bounds else ""
 
 
 def longest_rollout(config: Config, placement: Placement, model: PlannedModel) -> LongestRollout:
     """The longest rollout of a run, and what its processes can hold."""
-    configured = config.algorithm.longest_rollout
+    configured = config.algorithm.longest_rollout, config.algorithm.longest_branch
     if model.profile is None:
-        return LongestRollout(configured)
+        return LongestRollout(*configured)
     return LongestRollout(
-        configured, _servable(config, placement, model.profile), _trainable(config, placement, model, model.profile)
+        *configured, _servable(config, placement, model.profile), _trainable(config, placement, model, model.profile)
     )
 
 
@@ -62,26 +68,33 @@ def check_longest(config: Config, placement: Placement, model: PlannedModel) -> 
     """
     longest = longest_rollout(config, placement, model)
     warnings = []
-    for bound, holder, fix in (
-        (longest.servable, "the KV cache of a generator holds", _more_cache(config, placement, model, longest)),
-        (longest.trainable, "a rank has memory to train", _less_training(config, placement, model, longest)),
+    for configured, bound, holder, fix in (
+        (longest.branch, longest.servable, "the KV cache of a generator holds", _more_cache),
+        (longest.configured, longest.trainable, "a rank has memory to train", _less_training),
     ):
-        if bound is None or longest.configured <= bound.planned:
+        if bound is None or configured <= bound.planned:
             continue
-        is_certain = longest.configured > bound.most
-        tokens = f"at most {bound.most:,}" if is_certain else f"{bound.planned:,} by the plan"
-        response = (bound.most if is_certain else bound.planned) - config.algorithm.prompt_length
-        fixes = [f"Set it to {response} or less"] if response > 0 else []
-        problem = InputError(
-            "algorithm.response_length",
-            f"the longest rollout, prompt_length + response_length, has {longest.configured:,} tokens, and {holder} "
-            f"{tokens}",
-            ", or ".join([*fixes, *fix]) or "Use a smaller model or larger GPUs",
-        )
+        is_certain = configured > bound.most
+        capacity = f"{holder} at most {bound.most:,}" if is_certain else f"{holder} {bound.planned:,} by the plan"
+        most = bound.most if is_certain else bound.planned
+        problem = _too_long(config.algorithm, configured, most, capacity, fix(config, placement, model, longest))
         if is_certain:
             raise problem
         warnings.append(str(problem))
     return warnings
+
+
+def _too_long(algorithm: AlgorithmConfig, configured: int, most: int, capacity: str, fixes: list[str]) -> InputError:
+    """The error of a branch, or of a rollout of several, with more tokens than a process has memory for."""
+    key, what, value = "response_length", ", prompt_length + response_length,", most - algorithm.prompt_length
+    if configured != algorithm.longest_branch:
+        key, what, value = "rollout_length", " of several branches", most if most >= algorithm.longest_branch else 0
+    nearest = [f"Set it to {value} or less"] if value > 0 else []
+    return InputError(
+        f"algorithm.{key}",
+        f"the longest rollout{what} has {configured:,} tokens, and {capacity}",
+        ", or ".join([*nearest, *fixes]) or "Use a smaller model or larger GPUs",
+    )
 
 
 def _more_cache(config: Config, placement: Placement, model: PlannedModel, longest: LongestRollout) -> list[str]:
@@ -93,7 +106,7 @@ def _more_cache(config: Config, placement: Placement, model: PlannedModel, longe
     num_cards = 2 * len(gpus)
     while model.profile and total and num_cards <= _MOST_CARDS:
         bound = servable_bound(config, model.profile, total, share=engine_share(config), num_cards=num_cards)
-        if bound.planned >= longest.configured:
+        if bound.planned >= longest.branch:
             return [f"set generation.engine.tensor_parallel_size to {num_cards}"]
         num_cards *= 2
     return []

@@ -27,7 +27,7 @@ _EACH, _LONGEST_TEXT = 3, 4000
 _CHOSEN_BY = ["group", "reward"]
 _SHOWN = (
     *("group", "number", "prompt", "text", "outcome", "reward", "failure"),
-    *("parts_json", "advantage", "skipped", "version", "mask", "turns_json"),
+    *("parts_json", "advantage", "skipped", "version", "mask", "turns_json", "branch_starts"),
 )
 
 
@@ -145,6 +145,7 @@ def _sample(kind: str, row: dict[str, Any]) -> dict[str, Any]:
         "text": _short(conversation or row["text"]),
         "versions": f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else "".join(map(str, versions)),
         "num_tokens": len(counted),
+        "num_branches": 1 + len(row.pop("branch_starts")),
         "parts": ", ".join(f"{part['name']} {part['value']} x {part['weight']:g}" for part in parts if len(parts) > 1),
     }
 

@@ -111,7 +111,7 @@ def _engine(
     config: Config, model: PlannedModel, profile: ModelProfile, gpus: Sequence[Gpu], card_bytes: float
 ) -> dict[str, Any]:
     """The engine with as many cards as the model needs; on a single card with the share that the learner leaves."""
-    engine, longest = config.generation.engine, config.algorithm.longest_rollout
+    engine, longest = config.generation.engine, config.algorithm.longest_branch
     if len(gpus) == 1:
         if SHARE_ARGUMENT in engine or config.generation.replicas > 1:
             return {}

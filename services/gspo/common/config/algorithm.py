@@ -54,6 +54,9 @@ class AlgorithmConfig(Section):
     importance_sampling: Literal["seq", "seq_token", "token"] = Field(
         "seq", description="Ratio of the sequence (GSPO), of the sequence with token gradients, or of each token (GRPO)"
     )
+    ratio_of: Literal["rollout", "branch"] = Field(
+        "rollout", description="Tokens that share a ratio of seq or seq_token: the whole rollout's, or each branch's"
+    )
     objective: Literal["clip", "cispo", "dppo_tv", "dppo_kl"] = Field(
         "clip",
         description="Loss of a token: its clipped ratio (clip), its log-prob with a clipped weight (cispo), or its "
@@ -63,6 +66,11 @@ class AlgorithmConfig(Section):
     num_return_sequences_in_group: PositiveInt = Field(8, description="Rollouts of one prompt")
     prompt_length: PositiveInt = Field(2048, description="Longest prompt, in tokens")
     response_length: PositiveInt = Field(4096, description="Longest answer, in tokens")
+    rollout_length: PositiveInt | None = Field(
+        None,
+        description="Tokens of all branches of a rollout together, contexts included; null: those of one branch, "
+        "prompt_length + response_length",
+    )
     num_mini_batches: PositiveInt = Field(4, description="Optimizer steps that a batch is cut into")
     ppo_epochs: PositiveInt = Field(1, description="Passes over a batch")
     pg_clip: PositiveFloat | None = Field(None, le=1, description="Both sides of the clip at once")
@@ -165,6 +173,16 @@ class AlgorithmConfig(Section):
                     "has no effect beside algorithm.loss.path, whose function is the whole loss of a token",
                     "Leave it out, or leave algorithm.loss out",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _ratio_is_of_sequences(self) -> AlgorithmConfig:
+        if self.ratio_of == "branch" and self.importance_sampling == "token":
+            raise self.wrong(
+                "ratio_of",
+                "has no effect with importance_sampling: token, where each token has a ratio of its own",
+                "Leave it out, or set importance_sampling: seq",
+            )
         return self
 
     @model_validator(mode="after")
@@ -290,6 +308,12 @@ class AlgorithmConfig(Section):
                 f"is more than the {self.num_rollouts} rollouts of a step, and each needs one",
                 "Lower it",
             )
+        if self.rollout_length is not None and self.rollout_length < self.longest_branch:
+            raise self.wrong(
+                "rollout_length",
+                f"is less than one branch may have, prompt_length + response_length = {self.longest_branch}",
+                f"Set at least {self.longest_branch}, or leave it out",
+            )
         if self.overlong_buffer is not None and self.overlong_buffer > self.response_length:
             raise self.wrong(
                 "overlong_buffer",
@@ -299,9 +323,19 @@ class AlgorithmConfig(Section):
         return self
 
     @property
-    def longest_rollout(self) -> int:
-        """Tokens of the longest prompt with the longest answer."""
+    def longest_branch(self) -> int:
+        """Tokens of the longest prompt with the longest answer: the most that the engine reads at once."""
         return self.prompt_length + self.response_length
+
+    @property
+    def longest_rollout(self) -> int:
+        """Tokens of all branches of a rollout, at most: those that the learner reads in one micro-batch."""
+        return self.rollout_length or self.longest_branch
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of a rollout after its prompt, at most, with the contexts of further branches."""
+        return self.rollout_length or self.response_length
 
     @property
     def clip(self) -> tuple[float, float]:

@@ -18,7 +18,7 @@ ESTIMATOR_NORMS = {"grpo": "group", "rloo": "leave_one_out"}
 OBJECTIVE_BOUNDS = {"cispo": (1.0, 4.0), "dppo_tv": (0.15, 0.15), "dppo_kl": (0.05, 0.05)}
 # Keys that a loss of the user's own replaces.
 OBJECTIVE_KEYS = (
-    *("importance_sampling", "objective", "dual_clip_loss"),
+    *("importance_sampling", "ratio_of", "objective", "dual_clip_loss"),
     *("pg_clip", "pg_clip_low", "pg_clip_high", "pg_clip_reference_length"),
 )
 # ROLL's 1 + 2 * pg_clip at its default clip of 0.2; at 4e-4 that formula would cut off every negative sequence.

@@ -214,6 +214,21 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _branches_have_a_writer(self) -> Config:
+        default = AlgorithmConfig.model_fields["ratio_of"].default
+        for key, is_set in (
+            ("ratio_of", self.algorithm.ratio_of != default),
+            ("rollout_length", self.algorithm.rollout_length is not None),
+        ):
+            if is_set and not self.gateway.replicas:
+                raise self.wrong(
+                    f"algorithm.{key}",
+                    "is for rollouts of several branches, and with gateway.replicas 0 every rollout is one",
+                    "Leave it out, or set gateway.replicas: 1",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _ends(self) -> Config:
         run = self.run
         if run.total_steps is None and run.total_epochs is None and run.total_hours is None:

@@ -47,7 +47,7 @@ def redis_bytes(config: Config) -> MemoryNeed:
     tasks = config.num_slots * REDIS_GROUP
     return MemoryNeed(
         tasks + config.algorithm.num_rollouts * REDIS_ROLLOUT,
-        tasks + _open_rollouts(config) * (REDIS_ROLLOUT + REDIS_TOKEN * config.algorithm.response_length),
+        tasks + _open_rollouts(config) * (REDIS_ROLLOUT + REDIS_TOKEN * config.algorithm.longest_answer),
     )
 
 
@@ -55,7 +55,7 @@ def learner_bytes(config: Config) -> MemoryNeed:
     """The answers that wait for their group or their step."""
     return MemoryNeed(
         config.algorithm.num_rollouts * LEARNER_ROLLOUT,
-        _open_rollouts(config) * (LEARNER_ROLLOUT + LEARNER_TOKEN * config.algorithm.response_length),
+        _open_rollouts(config) * (LEARNER_ROLLOUT + LEARNER_TOKEN * config.algorithm.longest_answer),
     )
 
 
@@ -85,8 +85,9 @@ def check_fits(config: Config, needed: MemoryNeed, available: float, whose: str)
         )
     if needed.most <= available:
         return ""
+    key = "rollout_length" if algorithm.rollout_length else "response_length"
     return (
-        f"algorithm.response_length: if every answer took all {algorithm.response_length} tokens, the {slots} open "
+        f"algorithm.{key}: if every answer took all {algorithm.longest_answer} tokens, the {slots} open "
         f"groups would take {needed.most / GIB:,.1f} GiB of {whose}, and {available / GIB:.1f} GiB are free"
     )
 

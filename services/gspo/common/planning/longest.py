@@ -96,7 +96,9 @@ def trainable_bound(
             changed = config.with_keys(learner={"micro_batch_tokens": max(1, num_tokens)})
             return rank_memory(changed, size, ranks, profile=profile).peak <= num_bytes
 
-        return _within_positions(_largest(fits, _MOST_TOKENS), profile)
+        most = _largest(fits, _MOST_TOKENS)
+        # Each branch of a rollout has positions of its own.
+        return most if config.algorithm.rollout_length else _within_positions(most, profile)
 
     return MemoryBound(most_within(free_bytes), most_within(free_bytes + reserve_bytes))
 

@@ -209,7 +209,7 @@ def costs(
     generator = generator_memory(config, profile, machine.memory_bytes, share=share, tensor_parallel=parallel)
     host = fullest_host(config, size, ranks, num_cards, machine.cards_per_host)
     kept = kept_by_generators(config, machine.memory_bytes, int(on_same_cards))
-    cache = config.algorithm.longest_rollout * kv_bytes(config, profile, parallel)
+    cache = config.algorithm.longest_branch * kv_bytes(config, profile, parallel)
     for place, parts, has_bytes in _needs(rank, kept, generator, cache, host, share, machine):
         if sum(parts.values()) > has_bytes:
             return Shortfall(place, parts, has_bytes, config, ranks)
@@ -318,8 +318,8 @@ def _sharing(config: Config, profile: ModelProfile, machine: Machine) -> Iterato
 
 def _learners(config: Config, profile: ModelProfile, ranks: int, cards_per_host: int) -> Iterator[list[Config]]:
     """Lists of the learner's configurations: a later one is needed only if no earlier one fits."""
-    context = config.algorithm.longest_rollout
-    sizes = [context * multiple for multiple in _MULTIPLES if multiple == 1 or context * multiple <= _MOST_TOKENS]
+    longest = config.algorithm.longest_rollout
+    sizes = [longest * multiple for multiple in _MULTIPLES if multiple == 1 or longest * multiple <= _MOST_TOKENS]
     stages = STAGES if ranks > 1 else STAGES_ALONE
     for shared in (1, 2, 4, 8):
         if shared > cards_per_host or ranks % shared or not profile.can_share(shared):

@@ -205,7 +205,7 @@ class GroupLedger:
         states: Any = await self._redis.hmget(
             self._keys.partial, [rollout_key(group, number) for number in self._numbers]
         )
-        longest = self._config.algorithm.response_length + 1
+        longest = self._config.algorithm.longest_answer + 1
         saved = [rollout for state in states if (rollout := saved_state(state))]
         return longest * int(states.count(DONE)) + sum(len(rollout.token_ids) for rollout in saved)
 

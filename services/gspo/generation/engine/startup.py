@@ -67,7 +67,7 @@ def _arguments(config: Config, folder: Path) -> AsyncEngineArgs:
     return engine_arguments(
         folder,
         config.generation,
-        max_model_len=config.algorithm.longest_rollout,
+        max_model_len=config.algorithm.longest_branch,
         seed=config.seed,
         trust_remote_code=config.model.trust_remote_code,
         sleeps=config.placement == "shared",

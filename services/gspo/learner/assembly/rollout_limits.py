@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +31,14 @@ class RolloutLimits:
     Attributes:
         num_rollouts: Of a group.
         prompt_length, response_length: In tokens, at most.
+        rollout_length: Tokens of all branches with their contexts, at most.
         vocabulary: Tokens that the model has.
     """
 
     num_rollouts: int
     prompt_length: int
     response_length: int
+    rollout_length: int
     vocabulary: int
 
     def check(self, scored: ScoredRollout) -> None:
@@ -57,11 +60,30 @@ class RolloutLimits:
             return f"number {rollout.number} of {rollout.num_rollouts}, and a group of this run has {self.num_rollouts}"
         if rollout.token_ids and not rollout.prompt.token_ids:
             return "its prompt has no token"
+        prompt, answer = (np.array(ids, np.uint32) for ids in (rollout.prompt.token_ids, rollout.token_ids))
         return (
-            self._token_problem("prompt", np.array(rollout.prompt.token_ids, np.uint32), self.prompt_length)
-            or self._token_problem("answer", np.array(rollout.token_ids, np.uint32), self.response_length)
+            self._token_problem("prompt", prompt, self.prompt_length)
+            or self._branch_problem(rollout)
+            or self._token_problem("answer", answer, self.rollout_length)
             or _logp_problem(np.array(rollout.logp, np.float32))
         )
+
+    def _branch_problem(self, rollout: Rollout) -> str:
+        """Branches that do not lie in the arrays, lack a context, or have too many tokens."""
+        starts, num_tokens = list(rollout.branch_starts), len(rollout.token_ids)
+        first, *others = [end - start for start, end in pairwise([0, *starts, num_tokens])]
+        if others and min(first, *others) < 1:
+            return f"branch_starts {starts} do not ascend within its {num_tokens} tokens"
+        if without := [start for start in starts if rollout.mask[start : start + 1] != b"\0"]:
+            return f"its branch at token {without[0]} begins without a context"
+        if first > self.response_length:
+            return f"its answer has {first} tokens, and one of this run has at most {self.response_length}"
+        longest, whole = self.prompt_length + self.response_length, len(rollout.prompt.token_ids) + num_tokens
+        if others and max(others) > longest:
+            return f"a branch of {max(others)} tokens, and one of this run has at most {longest}"
+        if whole > self.rollout_length:
+            return f"its branches have {whole} tokens, and those of a rollout at most {self.rollout_length} in this run"
+        return ""
 
     def _token_problem(self, part: str, token_ids_T: NDArray[np.uint32], most: int) -> str:
         if len(token_ids_T) > most:
@@ -99,5 +121,6 @@ def rollout_limits(config: Config) -> RolloutLimits:
         num_rollouts=algorithm.num_return_sequences_in_group,
         prompt_length=algorithm.prompt_length,
         response_length=algorithm.response_length,
+        rollout_length=algorithm.longest_rollout,
         vocabulary=vocabulary if isinstance(vocabulary, int) else _END_OF_INT32,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
 
@@ -54,6 +54,7 @@ class Row:
     num_malformed_calls, num_cut_turns: Turns with a tool call that cannot be made, and turns cut off at turn_tokens.
     turns_json: A conversation after its prompt, as chat messages; empty where it is one answer.
     source: Name in data.sources; empty where data.prompts is the only source.
+    branch_starts: Places in the arrays where a further branch begins, with its own context; empty where there is one.
     """
 
     step: Small
@@ -92,6 +93,12 @@ class Row:
     num_cut_turns: Small = 0
     turns_json: Text = ""
     source: Text = ""
+    branch_starts: Ints_T = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+
+    @property
+    def branch_bounds(self) -> list[tuple[int, int]]:
+        """First place of each branch in the arrays, and the place behind its last."""
+        return list(pairwise([0, *self.branch_starts.tolist(), len(self.token_ids)]))
 
     @property
     def num_sampled(self) -> int:
@@ -150,6 +157,7 @@ def row_from_scored(scored: ScoredRollout) -> Row:
         num_malformed_calls=rollout.episode.num_malformed,
         num_cut_turns=rollout.episode.num_cut_turns,
         turns_json=rollout.episode.turns_json,
+        branch_starts=np.array(rollout.branch_starts, dtype=np.int32),
     )
 
 

@@ -1,14 +1,18 @@
 """The rollouts of a step as tensors, cut into micro-batches for the model: padded, or packed one after another.
 
-Letters: B rollouts that count, T positions after the prompt, S positions of the model's input, N counted tokens.
+A branch of a rollout is a sequence of its own for the model; an ordinary rollout has one.
+
+Letters: B rollouts that count, T positions after the prompt, S positions of the model's input, N counted tokens. I are
+the positions of some rollouts' inputs, one rollout after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,46 +22,67 @@ from gspo.learner.assembly.rows import Row
 from gspo_core.packing import micro_batches, packed_micro_batches
 
 
+class Branch(NamedTuple):
+    """A branch in which a token counts, as the model reads it.
+
+    Attributes:
+        number: In its rollout, from 0; the first one begins with the prompt.
+        length: Tokens of its input: its context and what follows, up to the token before the last one that counts.
+        num_counted: Its tokens that count.
+    """
+
+    number: int
+    length: int
+    num_counted: int
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """The rollouts that a step trains on. Rows that were skipped, or of which no token counts, are not in it.
 
     Attributes:
-        sequences: Per rollout, the model's input: prompt and answer up to the token before the last one that counts.
-        prompt_length_B: Tokens of each prompt.
+        sequences: Per rollout, the model's input: that of each of its branches, one after another.
+        branches: Per rollout, those in which a token counts.
+        states: Per rollout, for each token that counts, the place in `sequences` of the state that predicts it.
         mask_BT: The tokens that count; behavior_BT and version_BT mean nothing elsewhere.
         mini_batch_B: The optimizer step of each rollout.
+        branch_BT: The number of each token's branch, from 0; None where sequences of the formulas are whole rollouts.
     """
 
     rows: tuple[Row, ...]
     sequences: tuple[Tensor, ...]
-    prompt_length_B: Tensor
+    branches: tuple[tuple[Branch, ...], ...]
+    states: tuple[Tensor, ...]
     token_BT: Tensor
     behavior_BT: Tensor
     version_BT: Tensor
     mask_BT: Tensor
     mini_batch_B: Tensor
+    branch_BT: Tensor | None = None
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Row]) -> StepBatch:
+    def from_rows(cls, rows: Sequence[Row], *, by_branch: bool = False) -> StepBatch:
         """The batch of rows in training order.
 
+        Args:
+            by_branch: Whether a branch is a sequence of the formulas (algorithm.ratio_of).
+
         Raises:
-            ValueError: A prompt has no token, so that no state predicts the first token of the answer.
+            ValueError: A branch has no context, so that no state predicts its first token.
         """
         trained = tuple(row for row in rows if row.skipped is None and row.mask.any())
-        for row in trained:
-            if not len(row.prompt_token_ids):
-                raise ValueError(f"rollout {row.group}-{row.number}: the prompt has no token")
+        inputs = [_model_input(row) for row in trained]
         return cls(
             rows=trained,
-            sequences=tuple(_model_input(row) for row in trained),
-            prompt_length_B=torch.tensor([len(row.prompt_token_ids) for row in trained], dtype=torch.long),
+            sequences=tuple(token_S for token_S, _, _ in inputs),
+            branches=tuple(branches for _, branches, _ in inputs),
+            states=tuple(state_N for _, _, state_N in inputs),
             token_BT=_side_by_side([row.token_ids for row in trained]).long(),
             behavior_BT=_side_by_side([row.logp for row in trained]).float(),
             version_BT=_side_by_side([row.version for row in trained]).long(),
             mask_BT=_side_by_side([row.mask for row in trained]).bool(),
             mini_batch_B=torch.tensor([row.mini_batch for row in trained], dtype=torch.long),
+            branch_BT=_side_by_side([_branch_numbers(row) for row in trained]).long() if by_branch else None,
         )
 
     def __len__(self) -> int:
@@ -66,7 +91,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Adjacent rollouts of a line, of similar length, as R rows of S positions.
+    """Adjacent branches of a line, of similar length, as R rows of S positions.
 
     Attributes:
         first, last: Their positions in the line, last excluded.
@@ -84,7 +109,7 @@ class PackedBlock:
 
     @classmethod
     def of(cls, first: int, lengths: Sequence[int]) -> PackedBlock:
-        """The block of rollouts of these lengths that starts at `first`."""
+        """The block of branches of these lengths that starts at `first`."""
         R, S, last = len(lengths), max(lengths), first + sum(lengths)
         if last - first == R * S:
             return cls(first, last, R, S, None, None)
@@ -129,13 +154,13 @@ class _ToRows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class PackedRollouts:
-    """A line of rollouts, the longest first.
+    """A line of rollouts' branches, the longest first, each read for itself.
 
     Attributes:
-        position_S: Every position's place in its own rollout, from 0.
-        bound_N: The first position of each rollout, and the end of the last, int32: as torch's variable-length
+        position_S: Every position's place in its own branch, from 0.
+        bound_N: The first position of each branch, and the end of the last, int32: as torch's variable-length
             attention takes them.
-        longest: Positions of the longest rollout.
+        longest: Positions of the longest branch.
     """
 
     position_S: Tensor
@@ -145,10 +170,10 @@ class PackedRollouts:
 
     @classmethod
     def of(cls, lengths: Sequence[int], max_padded: int) -> PackedRollouts:
-        """Pack rollouts of these lengths, in descending order, one after another.
+        """Pack branches of these lengths, in descending order, one after another.
 
         Args:
-            max_padded: Most places of a block; a longer rollout is a block of its own.
+            max_padded: Most places of a block; a longer branch is a block of its own.
         """
         position_S = torch.cat([torch.arange(length) for length in lengths])
         blocks, first = [], 0
@@ -169,13 +194,14 @@ class PackedRollouts:
 class MicroBatch:
     """The input of one forward: R of the step's rollouts.
 
-    Packed, they follow one another in one row; otherwise each is a row of its own, padded on the right, which causal
-    attention ignores.
+    Packed, their branches follow one another in one row; otherwise each branch is a row of its own, padded on the
+    right, which causal attention ignores.
 
     Attributes:
         row_R: Their places in the step.
-        input_RS: Token ids; R is 1 where they are packed.
-        line: Their places in the packed row; None if they are padded.
+        place_I: For each position of their inputs, its flat place in `input_RS`.
+        input_RS: Token ids; R is 1 where branches are packed, and otherwise their number.
+        line: The branches' places in the packed row; None if they are padded.
         state_N: For each counted token, the flat place in [R, S] of the state that predicts it.
         target_N: The counted tokens.
         mask_RT: Their places among the answers' positions, up to the longest here.
@@ -183,6 +209,7 @@ class MicroBatch:
     """
 
     row_R: Tensor
+    place_I: Tensor
     input_RS: Tensor
     line: PackedRollouts | None
     state_N: Tensor
@@ -191,7 +218,7 @@ class MicroBatch:
     backward: bool
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The inputs of model and loss on `device`; `row_R` stays on the device of the step's matrices."""
+        """The inputs of model and loss on `device`; the places in the step's own tensors stay where those are."""
         tensors = {name: getattr(self, name).to(device) for name in ("input_RS", "state_N", "target_N", "mask_RT")}
         return replace(self, line=self.line.to(device) if self.line else None, **tensors)
 
@@ -243,8 +270,7 @@ def rank_micro_batches(
     cuts = []
     for r in range(num_ranks):
         own = ordered[r::num_ranks]
-        lengths = [len(batch.sequences[row]) for row in own]
-        cut = packed_micro_batches(lengths, max_tokens) if packing else micro_batches(lengths, max_tokens)
+        cut = packed_micro_batches(_lengths(batch, own), max_tokens) if packing else _padded(batch, own, max_tokens)
         cuts.append([[own[i] for i in part] for part in cut])
     missing = max(map(len, cuts)) - len(cuts[rank])
     parts = cuts[rank] + [ordered[-1:]] * missing
@@ -259,25 +285,58 @@ def _side_by_side(arrays: Sequence[NDArray[Any]]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True) if tensors else torch.zeros(0, 0)
 
 
-def _model_input(row: Row) -> Tensor:
-    """The tokens before the last one that counts, which is only predicted."""
-    last = int(row.mask.nonzero()[0][-1])
-    prompt, answer = torch.as_tensor(row.prompt_token_ids), torch.as_tensor(row.token_ids[:last])
-    return torch.cat([prompt.long(), answer.long()])
+def _model_input(row: Row) -> tuple[Tensor, tuple[Branch, ...], Tensor]:
+    """A row's `sequences`, `branches` and `states`. The last token that counts in a branch is only predicted."""
+    where = f"rollout {row.group}-{row.number}"
+    if not len(row.prompt_token_ids):
+        raise ValueError(f"{where}: the prompt has no token")
+    token_ids, branches, states, num_before = [], [], [], 0
+    for number, (start, end) in enumerate(row.branch_bounds):
+        counted_N = start + np.flatnonzero(row.mask[start:end])
+        if not len(counted_N):
+            continue
+        context = row.prompt_token_ids if number == 0 else row.prompt_token_ids[:0]
+        before_N = len(context) + counted_N - start  # tokens of the branch before each
+        if not before_N[0]:
+            raise ValueError(f"{where}: branch {number} begins with a token of the policy")
+        token_ids += [context, row.token_ids[start : counted_N[-1]]]
+        branches.append(Branch(number, int(before_N[-1]), len(counted_N)))
+        states.append(num_before + before_N - 1)
+        num_before += int(before_N[-1])
+    token_S, state_N = (torch.as_tensor(np.concatenate(parts)).long() for parts in (token_ids, states))
+    return token_S, tuple(branches), state_N
+
+
+def _branch_numbers(row: Row) -> NDArray[np.int64]:
+    return np.searchsorted(row.branch_starts, np.arange(len(row.token_ids)), side="right")
+
+
+def _lengths(batch: StepBatch, rows: Sequence[int]) -> list[int]:
+    return [len(batch.sequences[row]) for row in rows]
+
+
+def _padded(batch: StepBatch, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
+    lengths = [max(branch.length for branch in batch.branches[row]) for row in rows]
+    return micro_batches(lengths, max_tokens, [len(batch.branches[row]) for row in rows])
 
 
 def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | None, backward: bool) -> MicroBatch:
     row_R = torch.tensor(rows, dtype=torch.long)
-    sequences = [batch.sequences[row] for row in rows]
-    length_R = torch.tensor([len(sequence) for sequence in sequences])
+    lengths = [branch.length for row in rows for branch in batch.branches[row]]
+    line, num_rows, width = None, len(lengths), max(lengths)
+    starts = [number * width for number in range(num_rows)]
     if packed_tokens:
-        line, input_RS = PackedRollouts.of(length_R.tolist(), packed_tokens), torch.cat(sequences)[None]
-        start_R = length_R.cumsum(0) - length_R
-    else:
-        line, input_RS = None, torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-        start_R = torch.arange(len(rows)) * input_RS.shape[1]
+        longest_first = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+        line = PackedRollouts.of([lengths[number] for number in longest_first], packed_tokens)
+        num_rows, width = 1, sum(lengths)
+        for number, start in zip(longest_first, line.bound_N.tolist(), strict=False):
+            starts[number] = start
+    place_I = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+    input_I = torch.cat([batch.sequences[row] for row in rows])
+    input_RS = input_I.new_zeros(num_rows * width).index_copy(0, place_I, input_I).view(num_rows, width)
+    first_R = np.cumsum([0, *_lengths(batch, rows)])
+    state_N = place_I[torch.cat([int(first) + batch.states[row] for first, row in zip(first_R, rows, strict=False)])]
     mask_RT = batch.mask_BT[row_R]
     mask_RT = mask_RT[:, : int(mask_RT.any(0).nonzero()[-1]) + 1]
-    r_N, t_N = mask_RT.nonzero(as_tuple=True)
-    state_N = start_R[r_N] + batch.prompt_length_B[row_R][r_N] + t_N - 1
-    return MicroBatch(row_R, input_RS, line, state_N, batch.token_BT[row_R][r_N, t_N], mask_RT, backward)
+    target_N = batch.token_BT[row_R, : mask_RT.shape[1]][mask_RT]
+    return MicroBatch(row_R, place_I, input_RS, line, state_N, target_N, mask_RT, backward)

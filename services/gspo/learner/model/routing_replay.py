@@ -6,8 +6,8 @@ holds the experts. So in that module, and while a pass is recorded or replayed, 
 All that follows, such as a softmax over the chosen, stays the architecture's own and keeps its gradient.
 Source: arXiv 2507.18071, section 5.3.
 
-Letters: N positions of the model's input, S of a rollout, E experts of a layer, K of them chosen. C choices of a token
-are the K of each layer, side by side.
+Letters: N positions of the model's input, S of a rollout, I of several rollouts, E experts of a layer, K of them
+chosen. C choices of a token are the K of each layer, side by side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -276,24 +275,20 @@ class RoutingReplay:
 
     def _rollouts(self, micro: MicroBatch, expert_NC: Tensor) -> list[Tensor]:
         """[S, C] of each rollout, from the positions of the model's input; 0 at those of other ranks."""
-        lengths = [self._lengths[row] for row in micro.row_R.tolist()]
-        if micro.line is None:
-            rows = expert_NC.view(*micro.input_RS.shape, -1)
-            return [row[:length].clone() for row, length in zip(rows, lengths, strict=True)]
         if self._ranks is not None:
-            part, expert_NC = expert_NC, expert_NC.new_zeros(sum(lengths), expert_NC.shape[1])
+            part, expert_NC = expert_NC, expert_NC.new_zeros(micro.input_RS.numel(), expert_NC.shape[1])
             place = expert_NC[self._ranks.rank * len(part) :][: len(part)]
             place.copy_(part[: len(place)])
-        return [row.clone() for row in torch.split(expert_NC, lengths)]
+        lengths = [self._lengths[row] for row in micro.row_R.tolist()]
+        return [row.clone() for row in torch.split(expert_NC[micro.place_I], lengths)]
 
     def _of_input(self, micro: MicroBatch) -> Tensor:
         """[N, C], int16, at the positions of the model's input; those that no rollout has are negative."""
-        rows = [self._expert_SC[row].short() for row in micro.row_R.tolist()]
-        if micro.line is None:
-            return pad_sequence(rows, batch_first=True, padding_value=_OWN).flatten(0, 1)
-        line = torch.cat(rows)
+        expert_IC = torch.cat([self._expert_SC[row].short() for row in micro.row_R.tolist()])
+        expert_NC = expert_IC.new_full((micro.input_RS.numel(), expert_IC.shape[1]), _OWN)
+        expert_NC[micro.place_I] = expert_IC
         if self._ranks is None:
-            return line
-        P = self._ranks.part_length(len(line))
-        part = line[self._ranks.rank * P :][:P]
-        return torch.cat([part, part.new_full((P - len(part), line.shape[1]), _OWN)])
+            return expert_NC
+        P = self._ranks.part_length(len(expert_NC))
+        part = expert_NC[self._ranks.rank * P :][:P]
+        return torch.cat([part, part.new_full((P - len(part), part.shape[1]), _OWN)])

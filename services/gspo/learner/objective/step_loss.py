@@ -33,6 +33,7 @@ class StepTargets:
         mask_BT: The tokens that count, without those that the behavior correction excludes.
         turns_B: The turns of each rollout, 1 unless it is a conversation. [B]
         stats: Of that correction, over the whole step; empty without one.
+        branch_BT: As in the batch.
         teacher: The teacher's log-probs; None without one.
     """
 
@@ -42,6 +43,7 @@ class StepTargets:
     mask_BT: Tensor
     turns_B: Tensor
     stats: Stats
+    branch_BT: Tensor | None
     teacher: TeacherKl | None = None
 
 
@@ -75,7 +77,8 @@ def step_targets(
         advantage_clip=algorithm.advantage_clip,
     )
     turns_B = torch.tensor([row.num_turns for row in batch.rows], dtype=torch.long)
-    return StepTargets(old_BT, reference_BT, (advantage_BT * weight_BT).float(), mask_BT, turns_B, stats, teacher)
+    weighted_BT = (advantage_BT * weight_BT).float()
+    return StepTargets(old_BT, reference_BT, weighted_BT, mask_BT, turns_B, stats, batch.branch_BT, teacher)
 
 
 def has_gradient(algorithm: AlgorithmConfig, targets: StepTargets) -> Tensor:
@@ -125,7 +128,8 @@ def micro_batch_loss(
     advantage_RT, mask_stats = _without_outliers(algorithm, logp_RT, old_RT, advantage_RT, mask_RT)
     reference_RT = None if targets.reference_BT is None else micro.take(targets.reference_BT)
     if own_loss is None:
-        loss, stats = _keys_loss(algorithm, logp_RT, old_RT, advantage_RT, mask_RT, sizes)
+        branch_RT = None if targets.branch_BT is None else micro.take(targets.branch_BT)
+        loss, stats = _keys_loss(algorithm, logp_RT, old_RT, advantage_RT, mask_RT, branch_RT, sizes)
     else:
         inputs = LossBatch(logp_RT, old_RT, advantage_RT, mask_RT, entropy_RT.detach(), reference_RT)
         l_RT, stats = own_loss(inputs.counted())
@@ -153,6 +157,7 @@ def _keys_loss(
     old_RT: Tensor,
     advantage_RT: Tensor,
     mask_RT: Tensor,
+    branch_RT: Tensor | None,
     sizes: Mapping[str, Any],
 ) -> tuple[Tensor, Stats]:
     """The loss of gspo_core that the keys select."""
@@ -168,6 +173,7 @@ def _keys_loss(
         dual_clip=algorithm.dual_clip,
         pg_clip_reference_length=algorithm.pg_clip_reference_length,
         objective=algorithm.objective,
+        branch_BT=branch_RT,
         **sizes,
     )
     return policy.loss, dict(policy.stats)

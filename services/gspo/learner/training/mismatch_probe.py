@@ -30,7 +30,7 @@ def fresh_tokens(step: int, batch: StepBatch) -> Tensor:
 
 def mismatch_of_step(logp_BT: Tensor, batch: StepBatch, mask_BT: Tensor) -> Stats:
     """The mismatch of the tokens in a mask, at log-probs that every rank has: counted by rank zero alone."""
-    stats = mismatch_stats(logp_BT, batch.behavior_BT, mask_BT)
+    stats = mismatch_stats(logp_BT, batch.behavior_BT, mask_BT, batch.branch_BT)
     return stats if distributed.get_rank() == 0 else {key: torch.zeros_like(value) for key, value in stats.items()}
 
 

@@ -27,24 +27,31 @@ def step_flops(
         updates: The mini-batch of each optimizer step that was computed.
         scorings: The models that read the whole batch forward beside them: for old log-probs, a reference, a teacher.
     """
-    lengths = [
-        (len(sequence), int(counted)) for sequence, counted in zip(batch.sequences, batch.mask_BT.sum(-1), strict=True)
-    ]
-    forward = [model.forward(*length) for length in lengths]
+    sizes = [[(branch.length, branch.num_counted) for branch in branches] for branches in batch.branches]
+    forward = [sum(model.forward(*size) for size in of_rollout) for of_rollout in sizes]
     moved = [
-        model.backward(*length) if moving else 0.0 for length, moving in zip(lengths, moving_B.tolist(), strict=True)
+        sum(model.backward(*size) for size in of_rollout) if moving else 0.0
+        for of_rollout, moving in zip(sizes, moving_B.tolist(), strict=True)
     ]
     of_mini_batch: dict[int, float] = defaultdict(float)
     for mini_batch, there, back in zip(batch.mini_batch_B.tolist(), forward, moved, strict=True):
         of_mini_batch[mini_batch] += there + back
-    groups: dict[int, list[int]] = defaultdict(list)
-    for number, row in enumerate(batch.rows):
-        groups[row.group].append(number)
+    scored = sum(scoring.forward(*size) for scoring in scorings for of_rollout in sizes for size in of_rollout)
     return {
-        "train_flops": sum(scoring.forward(*length) for scoring in scorings for length in lengths)
-        + sum(of_mini_batch[mini_batch] for mini_batch in updates),
-        "generation_flops": sum(
-            model.sampling(int(batch.prompt_length_B[numbers[0]]), [lengths[number] for number in numbers])
-            for numbers in groups.values()
-        ),
+        "train_flops": scored + sum(of_mini_batch[mini_batch] for mini_batch in updates),
+        "generation_flops": _sampling(model, batch),
     }
+
+
+def _sampling(model: ModelFlops, batch: StepBatch) -> float:
+    """A group's prompt is read once, and the context of every further branch too."""
+    firsts: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    prompts, others = {}, 0.0
+    for row, branches in zip(batch.rows, batch.branches, strict=True):
+        prompts[row.group] = len(row.prompt_token_ids)
+        for number, length, num_sampled in branches:
+            if number:
+                others += model.forward(length, num_sampled)
+            else:
+                firsts[row.group].append((length, num_sampled))
+    return others + sum(model.sampling(length, firsts[group]) for group, length in prompts.items())

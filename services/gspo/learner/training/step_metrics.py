@@ -41,6 +41,7 @@ def row_metrics(rows: Sequence[Row]) -> dict[str, float]:
         **{f"skipped_tokens_{reason}": float(_skipped_tokens(rows, reason)) for reason in SKIP_REASONS},
         "response_tokens_mean": math.fsum(lengths) / max(1, len(rows)),
         "truncated_share": sum(row.outcome == "truncated" for row in rows) / max(1, len(rows)),
+        **_branch_metrics(rows),
         **_conversation_metrics(rows),
     }
     return counted | _reward_metrics(rows) | _source_metrics(rows)
@@ -71,6 +72,12 @@ def _source_metrics(rows: Sequence[Row]) -> dict[str, float]:
         }
         of_sources |= {source_figure(source, name): seen[name] for name in SOURCE_FIGURES if name in seen}
     return of_sources
+
+
+def _branch_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """Branches of a rollout; empty if each has one."""
+    numbers = [1 + len(row.branch_starts) for row in rows]
+    return {"branches_mean": sum(numbers) / len(numbers)} if max(numbers, default=1) > 1 else {}
 
 
 def _conversation_metrics(rows: Sequence[Row]) -> dict[str, float]:

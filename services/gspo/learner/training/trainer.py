@@ -39,6 +39,7 @@ from gspo.learner.training.step_metrics import (
     row_metrics,
 )
 from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult, UpdateNotApplied
+from gspo_core.branches import lengths_of_sequences
 from gspo_core.figures import mismatch_stats
 from gspo_core.stats import Stats, merge
 
@@ -100,7 +101,7 @@ class Trainer(PolicyEngine):
         """
         # OpenMP counts threads anew for every thread that calls it.
         torch.set_num_threads(self._threads)
-        batch = StepBatch.from_rows(rows)
+        batch = StepBatch.from_rows(rows, by_branch=self._algorithm.ratio_of == "branch")
         self._set_hyperparameters(hyperparameters)
         metrics = row_metrics(rows) | batch_metrics(batch, step - 1) | {"learning_rate": hyperparameters.learning_rate}
         if not len(batch):
@@ -152,7 +153,7 @@ class Trainer(PolicyEngine):
         if not sums.losses:
             return metrics
         stats = sum_stats(merge([*sums.stats, sums.routing]), self._device)
-        length_B = targets.mask_BT.sum(-1)
+        length_B = lengths_of_sequences(targets.mask_BT, targets.branch_BT).flatten()
         mismatch = mismatch_metrics(self._algorithm, stats, length_B)
         return {
             **metrics,
@@ -289,7 +290,9 @@ class Trainer(PolicyEngine):
                 sums.append(stats)
                 if fresh_BT is not None:
                     compared_RT = micro.take_mask(fresh_BT)
-                    sums.append(mismatch_stats(logp_RT.detach(), micro.take(batch.behavior_BT), compared_RT))
+                    behavior_RT = micro.take(batch.behavior_BT)
+                    branch_RT = None if batch.branch_BT is None else micro.take(batch.branch_BT)
+                    sums.append(mismatch_stats(logp_RT.detach(), behavior_RT, compared_RT, branch_RT))
                 if micro.backward:
                     # DeepSpeed averages gradients over the ranks; N and M count all ranks, so the sum is needed. A
                     # loss that is not finite may have finite gradients: it makes them NaN, on every rank, in every

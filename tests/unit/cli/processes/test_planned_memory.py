@@ -153,6 +153,26 @@ def test_a_rollout_that_no_card_holds_is_refused_with_the_nearest_that_fits(
         check_longest(too_long, on_cards(too_long, 8), model)
 
 
+def test_a_generator_holds_a_branch_and_a_rank_all_of_them(tmp_path: Path, model: PlannedModel) -> None:
+    fitting = run_of(tmp_path, share=0.36)
+    longest = longest_rollout(fitting, on_cards(fitting, 8), model)
+    assert longest.servable and longest.trainable
+    assert longest.servable.planned < longest.trainable.planned
+
+    def of_branches(tokens: int) -> Config:
+        return fitting.with_keys(algorithm={"rollout_length": tokens})
+
+    several = of_branches(longest.trainable.planned)
+    line = longest_rollout(several, on_cards(several, 8), model).line()
+    assert line.startswith(f"longest rollout: {longest.trainable.planned:,} tokens in branches of up to 128; by the")
+    assert check_longest(several, on_cards(several, 8), model) == []
+    too_many = of_branches(longest.trainable.most + 1)
+    with pytest.raises(InputError, match=r"^algorithm\.rollout_length: the longest rollout of several branches has"):
+        check_longest(too_many, on_cards(too_many, 8), model)
+    assert fitting_micro_batch(of_branches(8192), model.profile, model.size, 1, 0.1 * GIB) == 8192
+    assert of_branches(200_000).micro_batch_tokens == 200_000
+
+
 def test_a_rank_without_enough_memory_gets_the_nearest_key(tmp_path: Path, model: PlannedModel) -> None:
     fitting = run_of(tmp_path, ranks=2, zero_stage=1, gradient_checkpointing=False)
     longest = longest_rollout(fitting, on_cards(fitting, 8, 3), model).trainable

@@ -12,13 +12,13 @@ from gspo.learner.assembly.rollout_limits import RolloutLimits, rollout_limits
 from gspo_proto.rollout_pb2 import ScoredRollout
 from tests.support.service_process import make_run
 
-LIMITS = RolloutLimits(num_rollouts=2, prompt_length=3, response_length=2, vocabulary=20)
+LIMITS = RolloutLimits(num_rollouts=2, prompt_length=3, response_length=2, rollout_length=9, vocabulary=20)
 
 
 def changed(good: ScoredRollout, **fields: Any) -> ScoredRollout:
     """The rollout with other values in some fields; `prompt` is its token ids."""
     good.rollout.prompt.token_ids[:] = fields.pop("prompt", [5, 6, 19])
-    for name in set(fields) & {"token_ids", "logp"}:
+    for name in set(fields) & {"token_ids", "logp", "branch_starts"}:
         getattr(good.rollout, name)[:] = fields.pop(name)
     for name, value in fields.items():
         setattr(good.rollout, name, value)
@@ -28,6 +28,8 @@ def changed(good: ScoredRollout, **fields: Any) -> ScoredRollout:
 def test_a_rollout_at_every_limit_passes(scored) -> None:
     LIMITS.check(changed(scored(), number=1, token_ids=[0, 19], logp=[0.0, -1e9]))
     LIMITS.check(changed(scored(version=[]), prompt=[]))  # it failed before it began
+    # A prompt of two tokens, an answer of two, and a branch of four tokens after a context of one.
+    LIMITS.check(changed(scored(version=[0, 0, -1, 0, 0, 0, 0]), prompt=[5, 6], branch_starts=[2]))
 
 
 @pytest.mark.parametrize(
@@ -55,8 +57,29 @@ def test_what_cannot_be_is_refused(scored, fields: dict[str, Any], problem: str)
 
 
 @pytest.mark.parametrize(
+    ("version", "starts", "problem"),
+    [
+        ([0, -1, 0], [0], "branch_starts [0] do not ascend within its 3 tokens"),
+        ([0, -1, 0], [3], "branch_starts [3] do not ascend within its 3 tokens"),
+        ([0, -1, 0], [2**32 - 1], "branch_starts [4294967295] do not ascend"),
+        ([0, -1, -1, 0], [2, 2], "branch_starts [2, 2] do not ascend"),
+        ([0, -1, -1, 0], [2, 1], "branch_starts [2, 1] do not ascend"),
+        ([0, -1, 0, 0], [1, 2], "its branch at token 2 begins without a context"),
+        ([0, 0, 0, -1, 0], [3], "its answer has 3 tokens, and one of this run has at most 2"),
+        ([0, -1, 0, 0, 0, 0, 0], [1], "a branch of 6 tokens, and one of this run has at most 5"),
+        ([0, -1, 0, 0, -1, 0, 0], [1, 4], "its branches have 10 tokens, and those of a rollout at most 9 in this run"),
+        ([-1] * 16, [], "its answer has 16 tokens, and one of this run has at most 2"),
+    ],
+)
+def test_branches_that_cannot_be_are_refused(scored, version: list[int], starts: list[int], problem: str) -> None:
+    with pytest.raises(ValueError, match=r"rollout 0-0: ") as refused:
+        LIMITS.check(changed(scored(version=version), branch_starts=starts))
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
     "config", ['{"model_type": "x", "vocab_size": 20}', '{"model_type": "x", "text_config": {"vocab_size": 20}}']
 )
 def test_the_limits_are_those_of_the_run_and_its_model(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
-    assert rollout_limits(make_run(tmp_path, tmp_path)) == RolloutLimits(4, 64, 64, 20)
+    assert rollout_limits(make_run(tmp_path, tmp_path)) == RolloutLimits(4, 64, 64, 128, 20)

@@ -39,8 +39,17 @@ def test_a_row_has_what_the_scored_rollout_says(scored) -> None:
     assert row.mask.tolist() == [True, False, True]
     assert (row.reward, row.failure, row.outcome) == (1.0, None, "truncated")
     assert (row.advantage, row.skipped, row.mini_batch) == (None, None, -1)
+    assert row.branch_starts.tolist() == []
     assert json.loads(row.parts_json) == [{"name": "exact", "value": 1.0, "weight": 1.0, "version": "abc"}]
     assert (row.issued_unix_s, row.started_unix_s, row.finished_unix_s, row.scored_unix_s) == (100, 101, 102.5, 103)
+
+
+def test_a_row_has_the_branches_of_its_rollout(scored) -> None:
+    row = row_from_scored(scored(version=[4, -1, 5, -1, 5], branch_starts=[1, 3]))
+    assert (row.branch_starts.tolist(), row.branch_starts.dtype) == ([1, 3], np.int32)
+    assert row.branch_bounds == [(0, 1), (1, 3), (3, 5)]
+    (again,) = from_table(to_table([row]))
+    assert_same(again, row)
 
 
 def test_a_failed_score_has_a_reason_and_no_number(scored) -> None:

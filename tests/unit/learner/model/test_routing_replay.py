@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.learner.model_types import quiet, tiny_model
 from gspo.common.errors import InputError
@@ -123,6 +124,11 @@ def test_the_weights_are_those_of_the_present_router(policy: PolicyModel) -> Non
     torch.testing.assert_close(weight_NK, expected_NK / expected_NK.sum(-1, keepdim=True))
 
 
+def in_branches(batch: StepBatch, row: int, of_rollout: Tensor) -> list[Tensor]:
+    """The parts of a rollout's positions that are its branches."""
+    return list(torch.split(of_rollout, [branch.length for branch in batch.branches[row]]))
+
+
 def step_experts(policy: PolicyModel, rows: list[Row], *, packing: bool, max_tokens: int) -> dict[int, Tensor]:
     """Each rollout's experts, recorded in micro-batches of this size."""
     batch, replay = StepBatch.from_rows(rows), RoutingReplay(Routers(policy.causal_lm), None, CPU)
@@ -138,10 +144,14 @@ def test_each_position_has_its_own_experts_packed_padded_and_alone(folder: Path,
     rows = few_rows(folder)
     batch, routers = StepBatch.from_rows(rows), Routers(policy.causal_lm)
     alone = []
-    for sequence in batch.sequences:
-        with torch.no_grad(), routers.recording() as recorded:
-            states(policy.causal_lm, sequence[None])
-        alone.append(recorded().byte())
+    for row in range(len(batch)):
+        experts = []
+        for branch_S in in_branches(batch, row, batch.sequences[row]):
+            with torch.no_grad(), routers.recording() as recorded:
+                states(policy.causal_lm, branch_S[None])
+            experts.append(recorded().byte())
+        alone.append(torch.cat(experts))
+    assert max(map(len, batch.branches)) == 3
     assert len({tuple(map(tuple, expert_SC.tolist())) for expert_SC in alone}) > len(rows) / 2
     for packing, max_tokens in ((True, 256), (False, 256)):
         kept = step_experts(policy, rows, packing=packing, max_tokens=max_tokens)
@@ -169,7 +179,8 @@ def test_a_replay_gives_each_position_its_own_experts_back(folder: Path, policy:
         logp_RT, own_RT = micro.spread(logp_N), micro.spread(own_N)
         for place, row in enumerate(micro.row_R.tolist()):
             (alone,) = rank_micro_batches(batch, [row], 100_000, packing=False, **cut)
-            with routers.replaying(replay._expert_SC[row].short()):
+            experts = in_branches(batch, row, replay._expert_SC[row].short())
+            with routers.replaying(pad_sequence(experts, batch_first=True, padding_value=-1).flatten(0, 1)):
                 expected, _ = policy(alone.input_RS, None, alone.state_N, alone.target_N)
             torch.testing.assert_close(logp_RT[place][micro.mask_RT[place]], expected, rtol=1e-5, atol=1e-5)
     assert (logp_RT - own_RT).abs().max() > 0.1, "the routers did not move"

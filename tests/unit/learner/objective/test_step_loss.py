@@ -35,6 +35,9 @@ CASES: list[dict[str, Any]] = [
     {"pg_clip": 0.05},
     {"pg_clip": 0.05, "pg_clip_reference_length": 3},
     {"pg_clip": 0.05, "pg_clip_reference_length": 3, "importance_sampling": "seq_token"},
+    {"pg_clip": 0.05, "ratio_of": "branch"},
+    {"pg_clip": 0.05, "ratio_of": "branch", "importance_sampling": "seq_token", "pg_clip_reference_length": 3},
+    {"ratio_of": "branch", "objective": "cispo", "loss_agg_mode": "seq-mean-turn-mean"},
     {"importance_sampling": "token", "dual_clip_loss": 1.1},
     {"objective": "cispo"},
     {"objective": "cispo", "importance_sampling": "token", "pg_clip_low": 0.1, "pg_clip_high": 0.1},
@@ -57,12 +60,14 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def random_batch(rng: np.random.Generator) -> StepBatch:
-    """Twelve conversations of 1 to 9 tokens, some with a token that is not the policy's."""
+def random_batch(rng: np.random.Generator, *, by_branch: bool = False) -> StepBatch:
+    """Twelve conversations of 1 to 9 tokens, some with a token that is not the policy's, long ones in two branches."""
     rows = []
     for number in range(12):
         length = int(rng.integers(1, 10))
         mask = np.arange(length) != 2
+        starts = [4] if length > 5 and number % 2 else []
+        mask[starts] = False
         rows.append(
             row_of(
                 step=1,
@@ -78,9 +83,11 @@ def random_batch(rng: np.random.Generator) -> StepBatch:
                 mini_batch=0,
                 temperature=1.0,
                 num_turns=1 + number % 3,
+                branch_starts=np.array(starts, dtype=np.int32),
             )
         )
-    return StepBatch.from_rows(rows)
+    assert any(len(row.branch_starts) for row in rows)
+    return StepBatch.from_rows(rows, by_branch=by_branch)
 
 
 @pytest.mark.parametrize("keys", CASES, ids=str)
@@ -88,7 +95,7 @@ def test_loss_and_gradient_are_those_of_the_formulas_with_these_keys(keys: dict[
     rng = np.random.default_rng(0)
     values = {"response_length": RESPONSE_LENGTH, "rollout_batch_size": 3, "num_return_sequences_in_group": 4, **keys}
     algorithm = AlgorithmConfig.model_validate(values)
-    batch = random_batch(rng)
+    batch = random_batch(rng, by_branch=algorithm.ratio_of == "branch")
     behavior, mask = batch.behavior_BT.double().numpy(), batch.mask_BT.numpy()
     old = behavior + (rng.normal(0, 0.1, mask.shape) if "old_logprobs" in keys else 0)
     logp, ref = (values + rng.normal(0, 0.2, mask.shape) for values in (old, old))
@@ -161,6 +168,12 @@ def in_parts(
     return total.detach(), logp_BT.grad.numpy(), targets
 
 
+def branch_numbers(batch: StepBatch) -> Any:
+    """[B, T]: the branch of each token, of which a rollout has one or two."""
+    places = np.arange(batch.mask_BT.shape[1])
+    return np.array([(places >= row.branch_starts[0]) if len(row.branch_starts) else 0 * places for row in batch.rows])
+
+
 def by_the_formulas(
     algorithm: AlgorithmConfig, batch: StepBatch, logp: Any, old: Any, ref: Any
 ) -> tuple[float, Any, Any]:
@@ -201,6 +214,7 @@ def by_the_formulas(
         RESPONSE_LENGTH,
         algorithm.objective,
         algorithm.pg_clip_reference_length,
+        branch_numbers(batch) if algorithm.ratio_of == "branch" else None,
         turns=turns,
     )
     if algorithm.use_kl_loss:
