@@ -456,6 +456,19 @@ def test_a_rollout_must_fit_into_a_micro_batch(folder: Path) -> None:
     assert "128" in error.rule
 
 
+def test_all_branches_of_a_rollout_must_fit_into_a_micro_batch(folder: Path) -> None:
+    keys: dict[str, Any] = {"algorithm": {"rollout_length": 300}, "gateway": {"replicas": 1}}
+    error = refused(folder, learner={"micro_batch_tokens": 299}, **keys)
+    assert (error.where, error.fix) == (
+        "learner.micro_batch_tokens",
+        "Set it to at least 300, or lower algorithm.rollout_length",
+    )
+    assert error.rule == "299 is less than the longest rollout, rollout_length = 300 tokens"
+    # The model reads one branch at a time.
+    edit(folder / "config.json", max_position_embeddings=128)
+    check(make_config(folder, learner={"micro_batch_tokens": 300}, **keys))
+
+
 def test_a_rollout_must_fit_into_the_model(folder: Path) -> None:
     edit(folder / "config.json", max_position_embeddings=100)
     assert "128 tokens" in refused(folder).rule

@@ -5,7 +5,8 @@ A function by TRL's convention takes any of these by name, each a list with one 
 - `prompts`: text, or chat messages if the prompt is chat messages
 - `completions`: text, or `[{"role": "assistant", "content": text}]` if the prompt is chat messages. Of a conversation
   the text of its last turn, or all turns and observations as chat messages
-- `completion_ids`: token ids, special tokens included
+- `completion_ids`: token ids after the prompt, special tokens included; of a rollout of several branches also the
+  contexts of the further ones
 - `outcomes`: eos, stop_string or truncated; of a conversation also environment_done, turn_limit, turn_token_limit,
   time_limit or step_time_limit
 - `stops`: the stop string that ended the answer, or ""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo.common.config.algorithm import AlgorithmConfig
@@ -33,6 +33,8 @@ ALGORITHMS: list[dict[str, Any]] = [
 ]
 OF_BRANCHES: list[dict[str, Any]] = [{**keys, "ratio_of": "branch"} for keys in ALGORITHMS if "preset" not in keys]
 NOISE = 0.05
+# An example takes a forward and a backward pass or two; a thousand of each would take half an hour.
+EXAMPLES = settings(max_examples=min(200, settings().max_examples))
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def conversations(draw: st.DrawFn) -> tuple[list[Spoken], list[list[Spoken]]]:
 
 
 @pytest.mark.parametrize("keys", ALGORITHMS, ids=str)
+@EXAMPLES
 @given(conversations(), st.booleans())
 def test_a_conversation_is_trained_alike_however_it_is_cut(
     policy: PolicyModel, keys: dict[str, Any], talked: tuple[list[Spoken], list[list[Spoken]]], packing: bool
@@ -181,6 +184,7 @@ def test_a_conversation_is_trained_alike_however_it_is_cut(
 
 
 @pytest.mark.parametrize("keys", [*ALGORITHMS, *OF_BRANCHES], ids=str)
+@EXAMPLES
 @given(rollouts_of_branches, st.booleans(), st.integers(1, 3), st.data())
 def test_packing_budget_and_ranks_change_nothing(
     policy: PolicyModel,
@@ -198,6 +202,7 @@ def test_packing_budget_and_ranks_change_nothing(
 
 
 @pytest.mark.parametrize("keys", [*ALGORITHMS, *OF_BRANCHES], ids=str)
+@EXAMPLES
 @given(rollouts_of_branches, st.randoms(use_true_random=False))
 def test_the_order_of_branches_changes_nothing(
     policy: PolicyModel, keys: dict[str, Any], rollouts: list[list[Spoken]], random: Any
@@ -216,6 +221,7 @@ def off(row: Row) -> Any:
 
 
 @pytest.mark.parametrize("keys", [{}, {"ratio_of": "branch"}], ids=str)
+@EXAMPLES
 @given(rollouts_of_branches)
 def test_a_rollout_weighs_as_one(policy: PolicyModel, keys: dict[str, Any], rollouts: list[list[Spoken]]) -> None:
     """At ratios of 1 its loss is its advantage, with any number and length of branches."""
@@ -225,6 +231,7 @@ def test_a_rollout_weighs_as_one(policy: PolicyModel, keys: dict[str, Any], roll
     assert loss == pytest.approx(-sum(advantages) / len(rows), abs=1e-4)
 
 
+@EXAMPLES
 @given(st.lists(spoken(fewest=3), min_size=2, max_size=4))
 def test_every_branch_is_read_alone_and_from_its_first_position(policy: PolicyModel, branches: list[Spoken]) -> None:
     """Against the same branches as rollouts of their own."""
