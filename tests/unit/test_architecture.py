@@ -18,13 +18,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "services"
 SERVICES = ("coordinator", "gateway", "generation", "learner", "reward", "tracking")
-# What every package may import; of these, runlog imports none of ours.
-SHARED = ("common", "runlog")
+# What every package may import; of these, runlog and agents import none of ours.
+SHARED = ("agents", "common", "runlog")
 # The one file that may import DeepSpeed.
 DEEPSPEED_FILE = "services/gspo/learner/training/policy_engine.py"
 # A program that the reward service starts where a reward model is asked for; nothing imports it.
 TORCH_PROGRAM = "services/gspo/reward/functions/builtins/reward_model.py"
 WITHOUT_TORCH = (
+    "services/gspo/agents",
     "services/gspo/common",
     "services/gspo/coordinator",
     "services/gspo/reward",
@@ -71,7 +72,7 @@ def broken_rules(path: str, source: str) -> list[str]:
 
 
 def _is_http_api(path: str) -> bool:
-    return path.endswith(("/http_api.py", "/chat_api.py")) or "/http_api/" in path
+    return path.endswith(("/http_api.py", "/chat_api.py", "/task_api.py")) or "/http_api/" in path
 
 
 def _top(name: str) -> str:
@@ -84,8 +85,8 @@ def _foreign_services(path: str, imported: set[str]) -> Iterator[str]:
         other = name.split(".")[1] if name.startswith("gspo.") else ""
         if path.startswith("gspo_core/") and _top(name) not in {"torch", "gspo_core", *sys.stdlib_module_names}:
             yield f"gspo_core imports {name}: torch and the standard library only"
-        elif service == "runlog" and other and other != service:
-            yield f"gspo.runlog imports {name}: the standard library and pyarrow only"
+        elif service in ("agents", "runlog") and other and other != service:
+            yield f"gspo.{service} imports {name}: libraries for others, of the standard library and pyarrow or httpx"
         elif service and other and other not in (service, *SHARED):
             yield f"gspo.{service} imports {name}: another service"
         elif _top(name) in ("tests", "examples", "benchmarks"):

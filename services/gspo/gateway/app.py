@@ -1,6 +1,8 @@
 """The gateway: programs of others talk to the policy while it trains, by the APIs of OpenAI and Anthropic.
 
-waits for: requests. It ends with the run.
+With an agent it also offers the run's tasks to workers, and records what they ask of the policy.
+
+waits for: requests, workers. It ends with the run.
 """
 
 from __future__ import annotations
@@ -13,21 +15,24 @@ from gspo.common.model.files import model_folder
 from gspo.common.service.app import App, Service, run_app
 from gspo.gateway.chat_api import chat_api
 from gspo.gateway.generators import Generators
+from gspo.gateway.sessions.board import Board
+from gspo.gateway.sessions.session_store import SessionStore
 
 
 async def run_gateway(service: Service) -> None:
     """Answer requests until the run ends or a signal comes."""
-    await run_app(service, startup, ends_with_run=True)
+    await run_app(service, startup, authorizes_itself=True, ends_with_run=True)
 
 
 @asynccontextmanager
 async def startup(service: Service) -> AsyncIterator[App]:
     """Read tokenizer and chat template, and open the HTTP API."""
-    generators = Generators(service)
+    generators, store = Generators(service), SessionStore(service.redis, service.keys, service.config.agent.lease_s)
     service.activity.set("busy", "reading the tokenizer")
-    service.http_api = await chat_api(service.config, model_folder(service.config.model), generators)
+    service.http_api = await chat_api(service, model_folder(service.config.model), generators, store)
     service.activity.set("waiting", "requests", f"as {service.config.gateway.model_name}")
-    yield App(partial(_until_stopping, service), background={"generators": generators.run})
+    main = Board(service, store).run if service.config.agent.used else partial(_until_stopping, service)
+    yield App(main, background={"generators": generators.run})
 
 
 async def _until_stopping(service: Service) -> None:

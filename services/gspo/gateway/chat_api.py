@@ -22,28 +22,42 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gspo.common.config.schema import Config
 from gspo.common.network.http_server import ASGIApp, BoundedBodies, Message, Receive, Scope, Send
+from gspo.common.service.app import Service
 from gspo.gateway.generators import Generators
 from gspo.gateway.policy_client import PolicyClient, versions_of_answer
+from gspo.gateway.sessions.recorder import Recorder
+from gspo.gateway.sessions.session_store import Session, SessionStore
+from gspo.gateway.sessions.task_api import CallerKeys, task_routes
 
 # A conversation of a million tokens, as text.
 _MAX_BODY_BYTES = 16 * 2**20
 VERSION_HEADER = b"x-gspo-version"
 
 
-async def chat_api(config: Config, folder: Path, generators: Generators) -> ASGIApp:
-    """The app of /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models.
+async def chat_api(service: Service, folder: Path, generators: Generators, store: SessionStore) -> ASGIApp:
+    """The app of /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models; also of /v1/tasks.
 
     Args:
         folder: Of the model, for its tokenizer and chat template.
+        store: Of the rollouts that agents play.
     """
+    config = service.config
     arguments = _arguments(config, folder)
     client = PolicyClient(_vllm_config(config, folder), generators, config.gateway.request_timeout_s)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     await init_app_state(cast("EngineClient", client), app.state, arguments, ("generate",))
     for api in (chat, completions, responses, messages, models):
         api.attach_router(app)
+    if config.agent.used:
+        app.include_router(task_routes(service, store))
     init_exception_handler(app)
-    return _WithVersion(BoundedBodies(cast("ASGIApp", app), _MAX_BODY_BYTES))
+    tokenizer, parser = client.renderer.get_tokenizer(), app.state.online_renderer.parser
+
+    def recorder(session: Session) -> Recorder:
+        return Recorder(session, store, config, tokenizer, parser)
+
+    bounded = BoundedBodies(cast("ASGIApp", app), _MAX_BODY_BYTES)
+    return CallerKeys(_WithVersion(bounded), service.options.token, store, recorder)
 
 
 def _arguments(config: Config, folder: Path) -> Namespace:

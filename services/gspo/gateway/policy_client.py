@@ -6,7 +6,7 @@ vLLM makes texts, deltas, stop strings and log-probs of the tokens by its own co
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -24,6 +24,8 @@ from vllm.v1.outputs import LogprobsLists
 
 from gspo.common.telemetry import metrics
 from gspo.gateway.generators import Generators, NoGeneratorError
+from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
+from gspo.gateway.sessions.session_renderer import SessionRenderer
 from gspo_proto.generation_pb2 import SampledTokens
 from gspo_proto.rollout_pb2 import Sampling
 
@@ -63,9 +65,10 @@ class PolicyClient:
 
     def __init__(self, vllm_config: VllmConfig, generators: Generators, timeout_s: float) -> None:
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
-        self.renderer = renderer_from_config(vllm_config)
-        self.input_processor = InputProcessor(vllm_config, self.renderer)
-        self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False)
+        renderer = renderer_from_config(vllm_config)
+        self.renderer = SessionRenderer(renderer)
+        self.input_processor = InputProcessor(vllm_config, renderer)
+        self._outputs = OutputProcessor(renderer.tokenizer, log_stats=False)
         self._generators, self._timeout_s = generators, timeout_s
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
@@ -89,6 +92,9 @@ class PolicyClient:
             RetryableRequestError: No generator has finished the answer in time.
         """
         _check(sampling_params)
+        if (recorder := recorder_of_request.get()) is not None:
+            sampling_params = await recorder.started(sampling_params)
+            session_id = recorder.session.name
         request = self.input_processor.process_inputs(request_id, prompt, sampling_params, supported_tasks=_TASKS)
         self.input_processor.assign_request_id(request)
         self._outputs.add_request(request, prompt.get("prompt"), None, 0, None)
@@ -101,6 +107,8 @@ class PolicyClient:
                     processed = self._outputs.process_outputs([_core_output(request, piece)])
                     is_last = bool(piece.finish or processed.reqs_to_abort)  # the latter at a stop string
                     end = "finished" if is_last else end
+                    if recorder is not None:
+                        await _record(recorder, piece, processed.request_outputs, params, is_last=is_last)
                     for output in processed.request_outputs:
                         yield output
                     if is_last:
@@ -136,7 +144,31 @@ class PolicyClient:
                     metrics.GATEWAY_FIRST_TOKEN_SECONDS.observe(time.monotonic() - began_s)
                 num_tokens += len(piece.token_ids)
                 metrics.GATEWAY_TOKENS.inc(len(piece.token_ids))
-                yield piece
+                # A stop string may end within a piece, and the tokens behind it are not of the answer.
+                for part in _single_tokens(piece) if params.stop else (piece,):
+                    yield part
+
+
+async def _record(
+    recorder: Recorder, piece: SampledTokens, outputs: list[Any], params: SamplingParams, *, is_last: bool
+) -> None:
+    """Save a piece, and the end of the answer with the last one."""
+    await recorder.add(piece)
+    if is_last:
+        reason = None if piece.finish or not outputs else outputs[-1].outputs[0].stop_reason
+        stop = reason if isinstance(reason, str) else ""
+        finish = "stop_string" if stop else piece.finish or "stop"
+        await recorder.end(finish, stop, skip_special_tokens=params.skip_special_tokens)
+
+
+def _single_tokens(piece: SampledTokens) -> Iterator[SampledTokens]:
+    """A piece token by token; the last one has the end."""
+    last = len(piece.token_ids) - 1
+    for place, (token_id, logp, version) in enumerate(zip(piece.token_ids, piece.logp, piece.version, strict=True)):
+        finish = piece.finish if place == last else ""
+        yield SampledTokens(token_ids=[token_id], logp=[logp], version=[version], finish=finish)
+    if last < 0:
+        yield piece
 
 
 def _check(params: SamplingParams) -> None:

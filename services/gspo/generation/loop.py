@@ -83,6 +83,10 @@ class GenerationLoop:
 
     async def run(self) -> None:
         """Work until the service is stopping; then finish the leased groups, as far as the drain's time allows."""
+        if self._service.config.agent.used:  # agents take the tasks at the gateway, and ask this engine for tokens
+            self._service.activity.set("waiting", "requests", "agents play the rollouts")
+            await self._service.stopping.wait()
+            return
         async with task_group(self._saver.run()):
             await self._consumer.run()
 

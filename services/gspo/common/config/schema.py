@@ -23,7 +23,7 @@ from gspo.common.config.engines import (
 )
 from gspo.common.config.evaluation import BestFigure, EvaluationConfig, TrackingConfig
 from gspo.common.config.fields import FIXED, HTTP_HOST, ON_RESUME, FilePath, HostName, ModelPath, RunName, Section
-from gspo.common.config.gateway import GatewayConfig
+from gspo.common.config.gateway import AgentConfig, GatewayConfig
 from gspo.common.config.reward import EnvironmentConfig, RewardConfig
 from gspo.common.config.sources import DataConfig, Source, check_sources, sources_of
 from gspo.common.config.teacher import TeacherConfig
@@ -198,6 +198,7 @@ class Config(Section):
     generation: GenerationConfig = Field(default_factory=GenerationConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    agent: AgentConfig = Field(default_factory=AgentConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     run: RunConfig = Field(default_factory=RunConfig)
@@ -220,12 +221,42 @@ class Config(Section):
             ("ratio_of", self.algorithm.ratio_of != default),
             ("rollout_length", self.algorithm.rollout_length is not None),
         ):
-            if is_set and not self.gateway.replicas:
+            if is_set and not self.agent.used:
                 raise self.wrong(
                     f"algorithm.{key}",
-                    "is for rollouts of several branches, and with gateway.replicas 0 every rollout is one",
-                    "Leave it out, or set gateway.replicas: 1",
+                    "is for rollouts of several branches, and without an agent every rollout is one",
+                    "Leave it out, or set agent.external: true",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _agent_has_a_gateway(self) -> Config:
+        if not self.agent.used:
+            return self
+        if not self.gateway.replicas:
+            raise ConfigError(
+                "gateway.replicas",
+                0,
+                "starts no gateway, and agents call the policy through one",
+                "Set gateway.replicas: 1, or leave the section agent out",
+            )
+        if any(source.environment.used for source in self.sources):
+            raise ConfigError(
+                "environment",
+                NO_VALUE,
+                "stands beside an agent, and rollouts are played by one",
+                "Leave one of them out",
+            )
+        if self.sampling.stop:
+            raise self.wrong(
+                "sampling.stop", "has no effect with an agent, which names stop strings in its requests", "Leave it out"
+            )
+        if self.generation.segment_tokens is not None:
+            raise self.wrong(
+                "generation.segment_tokens",
+                "has no effect with an agent, whose requests run to their ends",
+                "Leave it out",
+            )
         return self
 
     @model_validator(mode="after")
@@ -248,11 +279,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _turns_are_of_conversations(self) -> Config:
-        has_turns = any(source.environment.used for source in self.sources)
+        has_turns = self.agent.used or any(source.environment.used for source in self.sources)
         if self.algorithm.loss_agg_mode == "seq-mean-turn-mean" and not has_turns:
             raise self.wrong(
                 "algorithm.loss_agg_mode",
-                "divides a conversation by its turns, and without an environment every answer is one turn",
+                "divides a conversation by its turns, and without an environment or agent every answer is one turn",
                 "Set token-mean, which is then the same, or an environment",
             )
         return self

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from gspo.common.config.fields import FilePath, RunName, Section
+from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
 from gspo.common.errors import NO_VALUE, ConfigError, InputError
 
@@ -90,6 +91,7 @@ class Source:
     Attributes:
         name: Empty where data.prompts is the only source.
         weight: Share of the groups, relative to the other sources.
+        agent_weight: Factor of the reward that the run's agent returns; None where it returns none.
         prompts_key, column_key, functions_key, environment_key: Where the configuration has its values, for messages.
     """
 
@@ -100,6 +102,7 @@ class Source:
     functions: tuple[RewardFunction, ...] = ()
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     stop: tuple[str, ...] = ()
+    agent_weight: float | None = None
     prompts_key: str = "data.prompts"
     column_key: str = "data.prompt_column"
     functions_key: str = "reward.functions"
@@ -111,6 +114,7 @@ class Source:
         return [
             *(function.label for function in self.functions),
             *([ENVIRONMENT_PART] if self.environment.used else []),
+            *([AGENT_PART] if self.agent_weight is not None else []),
         ]
 
     def code(self) -> Iterator[tuple[str, CodeSpec]]:
@@ -130,6 +134,7 @@ def sources_of(config: Config) -> tuple[Source, ...]:
         functions=config.reward.functions,
         environment=config.environment,
         stop=config.sampling.stop,
+        agent_weight=config.agent.weight if config.agent.used else None,
     )
     return tuple(_of_list(index, own, only) for index, own in enumerate(data.sources)) or (only,)
 
@@ -162,12 +167,13 @@ def check_sources(config: Config) -> None:
 
 
 def _check_rewards(source: Source, *, is_needed: bool) -> None:
-    if is_needed and not source.functions and not source.environment.used:
+    is_rewarded = source.functions or source.environment.used or source.agent_weight is not None
+    if is_needed and not is_rewarded:
         of_it = f" for source '{source.name}'" if source.name else ""
         raise ConfigError(
             source.functions_key,
             NO_VALUE,
-            f"is empty{of_it}, and there is no environment that rewards",
+            f"is empty{of_it}, and there is no environment or agent that rewards",
             f"List a reward function, or set {source.environment_key}.path; training needs none under "
             "teacher.alone: true, and an evaluation does",
         )

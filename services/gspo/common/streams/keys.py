@@ -34,6 +34,7 @@ class Keys:
         instances: Set of `service:uid` of every process that has registered.
         shift: Hash of the shift on shared cards: whether the generators or the learner have them (card_shift.py).
         card_engines: Hash of a generator's uid -> the record of its engine on shared cards (card_engines.py).
+        agent_open: List of the names of rollouts that wait for an agent (gateway/sessions/session_store.py).
         paused: Present while the issue of new groups is paused: PAUSED_BY_USER, or why.
     """
 
@@ -46,6 +47,7 @@ class Keys:
         self.dead, self.events = self.key("dead"), self.key("events")
         self.partial, self.open = self.key("partial"), self.key("open")
         self.shift, self.card_engines = self.key("shift"), self.key("card_engines")
+        self.agent_open = self.key("agent_open")
         self.redis_epoch, self.instances, self.paused = (
             self.key("redis_epoch"),
             self.key("instances"),

@@ -85,9 +85,6 @@ ROLLOUTS_GENERATED = _generation.counter(
     "gspo_rollouts_generated", "Rollouts finished, by outcome", ["outcome", "evaluation"]
 )
 TOKENS_GENERATED = _generation.counter("gspo_tokens_generated", "Policy tokens sampled", ["evaluation"])
-DRAFT_TOKENS = _generation.counter(
-    "gspo_draft_tokens", "Proposed tokens of ended requests, accepted or rejected", ["result"]
-)
 ROLLOUTS_SAVED = _generation.counter("gspo_rollouts_saved", "Saves of in-flight rollouts")
 ROLLOUTS_RESUMED = _generation.counter("gspo_rollouts_resumed", "Partial rollouts resumed from saved tokens")
 ROLLOUTS_PAUSED = _generation.counter("gspo_rollouts_paused", "Rollouts paused until a later version")
@@ -122,6 +119,12 @@ GATEWAY_FIRST_TOKEN_SECONDS = _gateway.histogram(
 GATEWAY_GENERATORS_LOST = _gateway.counter(
     "gspo_gateway_generators_lost", "Answers continued by another generator, as theirs ended"
 )
+AGENT_BRANCHES = _gateway.counter(
+    "gspo_agent_branches", "Requests of agents that begin a branch, since they continue no turn as it was"
+)
+AGENT_ROLLOUTS = _gateway.counter("gspo_agent_rollouts", "Rollouts that agents played, by how they ended", ["end"])
+AGENT_LEASES_LOST = _gateway.counter("gspo_agent_leases_lost", "Rollouts whose agent was silent for too long")
+AGENT_ROLLOUTS_OPEN = _gateway.gauge("gspo_agent_rollouts_open", "Rollouts that wait for an agent or are played")
 
 # Reward
 REWARD_CALLS = _reward.counter("gspo_reward_calls", "Calls of a reward function, by result", ["function", "result"])

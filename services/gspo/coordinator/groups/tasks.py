@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig
+from gspo.common.config.reward import EnvironmentConfig
 from gspo.common.config.schema import Config
 from gspo.common.config.sources import Source
+from gspo.common.reward_uses import reward_uses
 from gspo.common.source_order import SourceOrder
 from gspo.common.streams.entries import SCHEMA
 from gspo.coordinator.data.prompts import PromptSet
-from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, RewardUse, Sampling
+from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Sampling
 
 
 class PromptOrder:
@@ -96,7 +97,7 @@ def training_task(config: Config, source: Source, group: int, prompt: Prompt) ->
         num_rollouts=config.algorithm.num_return_sequences_in_group,
         prompt=prompt,
         sampling=_sampling(config, source, config.sampling.temperature),
-        rewards=_rewards(source),
+        rewards=reward_uses(source),
         **_episode(config, source.environment),
     )
 
@@ -116,7 +117,7 @@ def evaluation_tasks(
             num_rollouts=num_rollouts,
             prompt=prompt,
             sampling=_sampling(config, source, temperature),
-            rewards=_rewards(source),
+            rewards=reward_uses(source),
             **_episode(config, source.environment),
             min_version=version,
             evaluation=label,
@@ -153,18 +154,3 @@ def _episode(config: Config, environment: EnvironmentConfig) -> dict[str, Any]:
         prompt_length=config.algorithm.prompt_length,
     )
     return {"environment": environment.label, "play": play}
-
-
-def _rewards(source: Source) -> list[RewardUse]:
-    functions = [
-        RewardUse(
-            name=function.label,
-            version=function.version or "",
-            weight=function.weight,
-            part_weights=function.part_weights,
-        )
-        for function in source.functions
-    ]
-    if not source.environment.used:
-        return functions
-    return [*functions, RewardUse(name=ENVIRONMENT_PART, weight=source.environment.weight)]

@@ -14,8 +14,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-from gspo.common.config.reward import ENVIRONMENT_PART, RewardConfig
+from gspo.common.config.reward import RewardConfig
 from gspo.common.config.sources import Source
+from gspo.common.reward_uses import EPISODE_PARTS, reward_uses
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError, counted
 from gspo.reward.registry.store import OfflineRegistry, Registry
@@ -67,7 +68,7 @@ class Scorer:
         indices: defaultdict[FunctionKey, list[int]] = defaultdict(list)
         for index, rollout in enumerate(rollouts):
             for use in rollout.rewards or self._all:
-                if use.name != ENVIRONMENT_PART:
+                if use.name not in EPISODE_PARTS:
                     indices[use.name, use.version].append(index)
         calls = (self._results_of(key, rollouts, own, session) for key, own in indices.items())
         results = dict(zip(indices, await asyncio.gather(*calls), strict=True))
@@ -129,7 +130,7 @@ class Scorer:
         score = Score(scorer=self._name, scored_unix_s=time.time())
         failures, kinds, versions, total = [], [], [], 0.0
         for use in rollout.rewards or self._all:
-            if use.name == ENVIRONMENT_PART:
+            if use.name in EPISODE_PARTS:
                 value, version = _episode_value(rollout.episode), rollout.episode.version
             else:
                 result = results[use.name, use.version]
@@ -156,7 +157,7 @@ class Scorer:
 
 
 def _episode_value(episode: Episode) -> Value | Failure:
-    """The summed rewards of an environment's steps, which the rollout has already; or the environment's failure."""
+    """The reward of an environment's steps or of an agent, which the rollout has already; or their failure."""
     if episode.failure_kind:
         return Failure(episode.failure, episode.failure_kind)
     if not math.isfinite(episode.reward):
@@ -207,17 +208,5 @@ async def open_scorer(
             less confinement than reward.sandbox_minimum.
     """
     first = sources[0] if sources else Source(functions=config.functions)
-    # The functions as a rollout would name them.
-    uses = [
-        RewardUse(
-            name=function.label,
-            version=function.version or "",
-            weight=function.weight,
-            part_weights=function.part_weights,
-        )
-        for function in first.functions
-    ]
-    if first.environment.used:
-        uses.append(RewardUse(name=ENVIRONMENT_PART, weight=first.environment.weight))
     async with open_library(config, sources=sources, registry=registry, usage=usage) as library:
-        yield Scorer(library, uses, batch_size=config.batch_size, name=name, session=session)
+        yield Scorer(library, reward_uses(first), batch_size=config.batch_size, name=name, session=session)

@@ -32,7 +32,7 @@ def test_an_environment_of_ones_own(minimal: dict[str, Any]) -> None:
 def test_it_may_be_all_that_rewards(minimal: dict[str, Any]) -> None:
     del minimal["reward"]
     assert with_environment(minimal, name="maze", version="0123abcd").environment.registered
-    with pytest.raises(InputError, match="there is no environment that rewards") as error:
+    with pytest.raises(InputError, match="there is no environment or agent that rewards") as error:
         parse_config(minimal, Path())
     assert error.value.where == "reward.functions"
 

@@ -1,0 +1,176 @@
+"""The record of one request of an agent: what it continues, and its tokens, which are saved before they are sent."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.parser.abstract_parser import Parser
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import TokenizerLike
+
+from gspo.common.config.schema import Config
+from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
+from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn, message_digest
+from gspo_proto.agent_pb2 import TurnBegin, TurnEnd, TurnEntry, TurnTokens
+from gspo_proto.generation_pb2 import SampledTokens
+
+# Of the HTTP request that runs now, if it is an agent's; the HTTP server sets it.
+recorder_of_request: ContextVar[Recorder | None] = ContextVar("recorder_of_request", default=None)
+
+
+@dataclass
+class Recorder:
+    """Records one request of a session.
+
+    Attributes:
+        parser: vLLM's parser of calls and thoughts, by which the client's message is made of the text; None keeps text.
+        begin: What the request continues; None before it is rendered.
+        tools: Of the request, as the chat template gets them.
+    """
+
+    session: Session
+    store: SessionStore
+    config: Config
+    tokenizer: TokenizerLike
+    parser: type[Parser] | None
+    begin: TurnBegin | None = None
+    tools: list[dict[str, Any]] | None = None
+    _turn: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _token_ids: list[int] = field(default_factory=list)
+    _num_behind: int = 0  # tokens of the branch behind its first context, with the new context
+    _num_added: int = 0  # tokens that the context adds to the rollout
+    _granted: int = 0
+
+    async def conversation(self) -> Conversation:
+        """The rollout's turns so far."""
+        return Conversation(await self.store.turns(self.session.name))
+
+    def continues(
+        self,
+        turn: RecordedTurn | None,
+        context: Sequence[int],
+        asked: str,
+        messages: Sequence[Message],
+        *,
+        is_second: bool,
+    ) -> None:
+        """Note what the request continues.
+
+        Args:
+            context: The tokens behind those of `turn`, or all of a new branch.
+            asked: Digest of all messages.
+            messages: The new ones.
+            is_second: Another request continues `turn` too: the tokens up to it are in two branches.
+
+        Raises:
+            VLLMValidationError: The context of the first branch is longer than a prompt may be.
+        """
+        longest = self.config.algorithm.prompt_length
+        if turn is None and len(context) > longest:
+            raise VLLMValidationError(
+                f"the request has {len(context)} tokens, and a branch of a rollout begins with at most {longest} "
+                "(algorithm.prompt_length of the run). Shorten it, or raise that key",
+                parameter="messages",
+            )
+        before = turn.all_token_ids if turn else []
+        first = len(turn.line[0].begin.context) if turn else len(context)
+        self._num_behind = len(before) + len(context) - first
+        self._num_added = len(context) + (len(before) if is_second else 0)
+        self.begin = TurnBegin(
+            continues=turn.name if turn else "",
+            context=context,
+            asked=asked,
+            messages_json=json.dumps(messages, ensure_ascii=False, default=str),
+            unix_s=time.time(),
+        )
+
+    async def started(self, params: SamplingParams) -> SamplingParams:
+        """Write the beginning of the turn; returns the sampling of the run in place of the client's.
+
+        Raises:
+            VLLMValidationError: The rollout has used up its tokens, or has ended.
+        """
+        if self.begin is None:
+            raise VLLMValidationError("an agent's key is for requests of one text or chat", parameter="prompt")
+        sampling = self.session.task.sampling
+        algorithm, num_free = self.config.algorithm, sampling.max_tokens - self._num_behind
+        most = min(params.max_tokens or num_free, self.config.agent.answer_tokens or num_free, num_free)
+        if most > 0:
+            self._granted = await self._written(self.store.reserve(self.session.key, self._num_added, most))
+        if not self._granted:
+            limit = f"the rollout has used its {algorithm.longest_rollout} tokens (algorithm.rollout_length of the run)"
+            if num_free < 1:
+                limit = f"the conversation has {sampling.max_tokens} tokens (algorithm.response_length of the run)"
+            raise VLLMValidationError(f"{limit}. Finish the task", parameter="messages")
+        await self._append(begin=self.begin)
+        params = params.clone()
+        params.temperature, params.top_p, params.min_p = sampling.temperature, sampling.top_p, sampling.min_p
+        params.top_k, params.seed, params.max_tokens = sampling.top_k, None, self._granted
+        return params
+
+    async def add(self, piece: SampledTokens) -> None:
+        """Save tokens.
+
+        Raises:
+            VLLMValidationError: The rollout has ended.
+        """
+        self._token_ids += piece.token_ids
+        tokens = TurnTokens(token_ids=piece.token_ids, logp=piece.logp, version=piece.version)
+        await self._append(tokens=tokens)
+
+    async def end(self, finish: str, stop: str, *, skip_special_tokens: bool) -> None:
+        """Save the end of the answer, with the message that the client is sent.
+
+        Args:
+            finish: stop, stop_string or length.
+            skip_special_tokens: Whether that message leaves them out.
+
+        Raises:
+            VLLMValidationError: The rollout has ended.
+        """
+        text = self.tokenizer.decode(self._token_ids, skip_special_tokens=skip_special_tokens)
+        text = text.rpartition(stop)[0] if stop else text
+        message, thoughts = self._message(text)
+        shown = [shown.strip() for shown in (thoughts, message["content"]) if shown.strip()]
+        replies = {message_digest(message), message_digest({"role": "assistant", "content": text})}
+        message_json = json.dumps(message, ensure_ascii=False)
+        end = TurnEnd(finish=finish, stop=stop, replies=sorted(replies), shown=shown, message_json=message_json)
+        await self._append(end=end)
+        await self._written(self.store.give_back(self.session.key, self._granted - len(self._token_ids)))
+
+    def _message(self, text: str) -> tuple[Message, str]:
+        """The assistant's message of a text, and its thoughts."""
+        plain: Message = {"role": "assistant", "content": text}
+        if self.parser is None:
+            return plain, ""
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="", tools=self.tools or None)
+        parser = self.parser(self.tokenizer, request.tools)
+        try:
+            thoughts, content, calls = parser.parse(
+                text, request, enable_auto_tools=bool(self.tools), model_output_token_ids=self._token_ids
+            )
+        except (ValueError, KeyError, IndexError):  # vLLM then sends the text as it is
+            return plain, ""
+        message: Message = {"role": "assistant", "content": content or ""}
+        if calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+            ]
+        return message, thoughts or ""
+
+    async def _append(self, **what: Any) -> None:
+        await self._written(self.store.append(self.session.key, TurnEntry(turn=self._turn, **what)))
+
+    async def _written(self, write: Any) -> int:
+        try:
+            return int(await write or 0)
+        except SessionLostError as error:
+            raise VLLMValidationError(str(error)) from error

@@ -1,0 +1,105 @@
+"""Contexts of agents' requests: the tokens of the turn that a request continues, and the new ones behind them.
+
+vLLM's serving classes render every request anew. Here the text that they render decides what a request continues, and
+the stored tokens take its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.renderers import BaseRenderer, ChatParams
+
+from gspo.common.telemetry import metrics
+from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
+from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn, prefix_digests
+
+# No template trims, splits or drops it; the text behind it is the text behind any answer.
+_ANSWER = "the-answer-of-the-policy"
+_ROLE = "assistant"
+
+
+class SessionRenderer:
+    """A renderer of vLLM that gives agents' requests the tokens of the turns before.
+
+    Args:
+        renderer: Renders; everything that is not here is its.
+    """
+
+    def __init__(self, renderer: BaseRenderer) -> None:
+        self._renderer = renderer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._renderer, name)
+
+    async def render_chat_async(
+        self, conversations: Sequence[list[Any]], chat_params: ChatParams, *args: Any, **keys: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """As vLLM's; the prompt of an agent's request has the tokens of its session."""
+        rendered, prompts = await self._renderer.render_chat_async(conversations, chat_params, *args, **keys)
+        if (recorder := recorder_of_request.get()) is not None:
+            for messages, prompt in zip(conversations, prompts, strict=True):
+                await self._record_chat(recorder, [_plain(message) for message in messages], chat_params, prompt)
+        return rendered, prompts
+
+    async def render_cmpl_async(self, *args: Any, **keys: Any) -> Any:
+        """As vLLM's; the prompt of an agent's request has the tokens of its session."""
+        prompts = await self._renderer.render_cmpl_async(*args, **keys)
+        if (recorder := recorder_of_request.get()) is not None and len(prompts) == 1:
+            await self._record_text(recorder, prompts[0])
+        return prompts
+
+    async def _record_chat(
+        self, recorder: Recorder, messages: list[Message], chat_params: ChatParams, prompt: dict[str, Any]
+    ) -> None:
+        recorder.tools = chat_params.chat_template_kwargs.get("tools")
+        digests = prefix_digests(messages, chat_params.chat_template_kwargs)
+        token_ids, conversation = list(prompt["prompt_token_ids"]), await recorder.conversation()
+        shown = self._renderer.get_tokenizer().decode(token_ids)
+        turn, new, context = None, messages, token_ids
+        if continued := conversation.continued(messages, digests, shown):
+            before, place = continued
+            behind = await self._behind(messages, place, chat_params)
+            if behind is not None:
+                turn, new, context = before, messages[place + 1 :], self._between(before, behind)
+        is_second = conversation.is_continued(turn)
+        _count_branch(conversation, turn, is_second=is_second)
+        recorder.continues(turn, context, digests[-1], new, is_second=is_second)
+        prompt["prompt_token_ids"] = [*(turn.all_token_ids if turn else ()), *context]
+
+    async def _behind(self, messages: list[Message], place: int, chat_params: ChatParams) -> str | None:
+        """The text that the template puts behind the reply at a place; None where it does not show the reply."""
+        shortened = [*messages[:place], {"role": _ROLE, "content": _ANSWER}, *messages[place + 1 :]]
+        _, prompt = await self._renderer.render_messages_async(shortened, chat_params)
+        text = prompt["prompt"] if isinstance(prompt, dict) else prompt
+        if not isinstance(text, str):
+            text = self._renderer.get_tokenizer().decode(text)
+        _, answer, behind = text.partition(_ANSWER)
+        return behind if answer else None
+
+    def _between(self, turn: RecordedTurn, behind: str) -> list[int]:
+        """The tokens of that text; the end of the turn is not repeated where the policy sampled it."""
+        token_ids = list(self._renderer.get_tokenizer().encode(behind, add_special_tokens=False))
+        last = turn.token_ids[-1] if turn.token_ids else None
+        return token_ids[1:] if token_ids and token_ids[0] == last else token_ids
+
+    async def _record_text(self, recorder: Recorder, prompt: dict[str, Any]) -> None:
+        token_ids, conversation = list(prompt["prompt_token_ids"]), await recorder.conversation()
+        turn = conversation.continued_text(token_ids)
+        context = token_ids[len(turn.all_token_ids) if turn else 0 :]
+        is_second = conversation.is_continued(turn)
+        _count_branch(conversation, turn, is_second=is_second)
+        text = self._renderer.get_tokenizer().decode(context)
+        recorder.continues(turn, context, "", [{"role": "user", "content": text}], is_second=is_second)
+
+
+def _count_branch(conversation: Conversation, turn: RecordedTurn | None, *, is_second: bool) -> None:
+    """Count a request that continues no turn although there are some, and one that continues a turn a second time."""
+    if is_second or (turn is None and conversation.turns):
+        metrics.AGENT_BRANCHES.inc()
+
+
+def _plain(message: Any) -> Message:
+    """A message as a mapping; vLLM's APIs have some as models."""
+    return dict(message.model_dump(exclude_none=True)) if hasattr(message, "model_dump") else dict(message)

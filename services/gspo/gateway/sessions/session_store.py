@@ -1,0 +1,288 @@
+"""The rollouts that agents play, in Redis: open or leased to a worker, with all turns and the result.
+
+Every gateway of a run reads and writes the same. A rollout is a hash: its task, its attempt, the lease of its worker,
+its result. A list beside it has the turns of its conversation. Every write names the secret of the worker's key, so
+that a worker whose lease has ended can write nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from gspo.common.streams.keys import Keys, rollout_key
+from gspo_proto.agent_pb2 import AgentResult, TurnEntry
+from gspo_proto.rollout_pb2 import GroupTask
+
+# A rollout of a run that has ended without removing it expires after this.
+_KEPT_S = 24 * 3600
+
+# KEYS: hash, open list. ARGV: name, seconds, then fields and values. A rollout that another gateway has opened stays.
+_OPEN = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], unpack(ARGV, 3))
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+redis.call('RPUSH', KEYS[2], ARGV[1])
+return 1
+"""
+
+# KEYS: open list, hash of the open groups. ARGV: prefix of the hashes, then fields and values of the lease. Rollouts of
+# groups that have ended are passed over.
+_LEASE = """
+while true do
+  local name = redis.call('LPOP', KEYS[1])
+  if not name then return false end
+  local group = redis.call('HGET', ARGV[1] .. name, 'group')
+  if group and (group == '' or redis.call('HEXISTS', KEYS[2], group) == 1) then
+    redis.call('HSET', ARGV[1] .. name, 'free', redis.call('HGET', ARGV[1] .. name, 'budget'), unpack(ARGV, 2))
+    return name
+  end
+end
+"""
+
+# The beginning of the scripts below. KEYS[1] is the hash, ARGV[1] the secret.
+_PLAYS = """
+if redis.call('HGET', KEYS[1], 'secret') ~= ARGV[1] or redis.call('HEXISTS', KEYS[1], 'result') == 1 then return -1 end
+"""
+
+# ARGV: secret, then fields and values.
+_WRITE = "redis.call('HSET', KEYS[1], unpack(ARGV, 2)) return 1"
+
+# KEYS: hash, turns. ARGV: secret, end of the lease, seconds, entry.
+_APPEND = """
+redis.call('HSET', KEYS[1], 'until', ARGV[2])
+redis.call('RPUSH', KEYS[2], ARGV[4])
+redis.call('EXPIRE', KEYS[2], ARGV[3])
+return 1
+"""
+
+# ARGV: secret, tokens of the context, tokens of the answer at most. Returns the tokens that the answer may have.
+_RESERVE = """
+local free = tonumber(redis.call('HGET', KEYS[1], 'free')) - ARGV[2]
+if free < 1 then return 0 end
+local granted = math.min(free, tonumber(ARGV[3]))
+redis.call('HSET', KEYS[1], 'free', free - granted)
+return granted
+"""
+
+# ARGV: secret, tokens that an answer did not use.
+_RETURN = "return redis.call('HINCRBY', KEYS[1], 'free', ARGV[2])"
+
+# KEYS: hash, turns, open list. ARGV: name, time. Opens a rollout again if its worker's lease has ended.
+_REOPEN = """
+local lease_end = redis.call('HGET', KEYS[1], 'until')
+if not lease_end or tonumber(lease_end) > tonumber(ARGV[2]) then return 0 end
+if redis.call('HEXISTS', KEYS[1], 'result') == 1 then return 0 end
+redis.call('HDEL', KEYS[1], 'secret', 'until')
+redis.call('DEL', KEYS[2])
+redis.call('RPUSH', KEYS[3], ARGV[1])
+return redis.call('HINCRBY', KEYS[1], 'attempt', 1)
+"""
+
+
+class SessionLostError(Exception):
+    """The key is of no rollout that is played: its lease has ended, or the rollout has."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A rollout that a worker plays.
+
+    Attributes:
+        key: The worker's key: the rollout's name and the secret of this attempt.
+        attempt: How often the rollout was handed out, from 1.
+        began_unix_s: Time at which the worker got it.
+    """
+
+    key: str
+    task: GroupTask
+    number: int
+    attempt: int
+    began_unix_s: float
+
+    @property
+    def name(self) -> str:
+        """The rollout's name, as in `partial`."""
+        return rollout_key(self.task.group, self.number, self.task.evaluation)
+
+
+@dataclass(frozen=True)
+class PlayedRollout:
+    """A rollout as the gateway that has its task sees it.
+
+    Attributes:
+        session: With the worker that plays or played it; None while it is open.
+        result: Of a rollout that has ended.
+        is_unknown: It is not in Redis.
+    """
+
+    session: Session | None
+    result: AgentResult | None
+    worker: str
+    is_unknown: bool
+
+
+class SessionStore:
+    """Reads and writes the rollouts of one run.
+
+    Args:
+        lease_s: A worker that is silent for so long loses its rollout.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, lease_s: float) -> None:
+        self._redis, self._keys, self._lease_s = redis, keys, lease_s
+        self._open_script = redis.register_script(_OPEN)
+        self._lease_script = redis.register_script(_LEASE)
+        self._write_script = redis.register_script(_PLAYS + _WRITE)
+        self._append_script = redis.register_script(_PLAYS + _APPEND)
+        self._reserve_script = redis.register_script(_PLAYS + _RESERVE)
+        self._return_script = redis.register_script(_PLAYS + _RETURN)
+        self._reopen_script = redis.register_script(_REOPEN)
+
+    async def open(self, task: GroupTask, number: int, free_tokens: int) -> None:
+        """Offer a rollout to workers, unless it is open or played already.
+
+        Args:
+            free_tokens: Tokens that it may have, with the contexts of its branches.
+        """
+        name = rollout_key(task.group, number, task.evaluation)
+        fields: dict[str, Any] = {
+            "task": task.SerializeToString(),
+            "number": number,
+            "attempt": 1,
+            "group": "" if task.evaluation else str(task.group),
+            "budget": free_tokens,
+        }
+        await self._open_script([self._hash(name), self._keys.agent_open], [name, _KEPT_S, *_flat(fields)])
+
+    async def lease(self, worker: str) -> Session | None:
+        """The rollout that is open longest, for a worker to play; None while there is none."""
+        secret, now = secrets.token_urlsafe(24), time.time()
+        fields = {"secret": secret, "until": now + self._lease_s, "worker": worker, "began": now}
+        name = await self._lease_script([self._keys.agent_open, self._keys.open], [self._hash(""), *_flat(fields)])
+        return None if name is None else await self.session(f"{name.decode()}.{secret}")
+
+    async def session(self, key: str) -> Session:
+        """The rollout of a worker's key.
+
+        Raises:
+            SessionLostError: It has none, or not any more.
+        """
+        name, _, secret = key.rpartition(".")
+        fields: Any = await self._redis.hgetall(self._hash(name)) if name else {}
+        if not secrets.compare_digest(fields.get(b"secret", b""), secret.encode()) or b"result" in fields:
+            raise SessionLostError("this key plays no rollout: its lease has ended, or the rollout is finished")
+        return _session(key, fields)
+
+    async def renew(self, key: str) -> None:
+        """Renew the lease.
+
+        Raises:
+            SessionLostError: As `session`.
+        """
+        await self._write(key, {"until": time.time() + self._lease_s})
+
+    async def finish(self, key: str, result: AgentResult) -> None:
+        """Write the result, which ends the rollout. The same result may be written again.
+
+        Raises:
+            SessionLostError: As `session`.
+        """
+        payload, (name, _, secret) = result.SerializeToString(deterministic=True), key.rpartition(".")
+        try:
+            await self._write(key, {"result": payload})
+        except SessionLostError:
+            known: Any = await self._redis.hmget(self._hash(name), "secret", "result")
+            if known[0] != secret.encode() or AgentResult.FromString(known[1] or b"").reward != result.reward:
+                raise
+
+    async def append(self, key: str, entry: TurnEntry) -> None:
+        """Write a part of a turn, and renew the lease.
+
+        Raises:
+            SessionLostError: As `session`.
+        """
+        name, _, secret = key.rpartition(".")
+        args: list[Any] = [secret, time.time() + self._lease_s, _KEPT_S, entry.SerializeToString()]
+        await _checked(self._append_script([self._hash(name), self._turns(name)], args))
+
+    async def reserve(self, key: str, context_tokens: int, answer_tokens: int) -> int:
+        """The tokens that an answer may have, of those that the rollout has not used; 0 if none are left.
+
+        Raises:
+            SessionLostError: As `session`.
+        """
+        name, _, secret = key.rpartition(".")
+        return await _checked(self._reserve_script([self._hash(name)], [secret, context_tokens, answer_tokens]))
+
+    async def give_back(self, key: str, num_tokens: int) -> None:
+        """Return reserved tokens that an answer did not use.
+
+        Raises:
+            SessionLostError: As `session`.
+        """
+        name, _, secret = key.rpartition(".")
+        await _checked(self._return_script([self._hash(name)], [secret, num_tokens]))
+
+    async def turns(self, name: str) -> list[TurnEntry]:
+        """All that is written of a rollout's turns."""
+        entries: Any = await self._redis.lrange(self._turns(name), 0, -1)
+        return [TurnEntry.FromString(entry) for entry in entries]
+
+    async def played(self, names: Sequence[str]) -> list[PlayedRollout]:
+        """How far some rollouts are."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.hgetall(self._hash(name))
+            rows: Any = await pipeline.execute()
+        return [_played(name, fields) for name, fields in zip(names, rows, strict=True)]
+
+    async def reopen(self, name: str) -> int:
+        """Open a rollout again if its worker's lease has ended; returns the number of the new attempt, else 0."""
+        args: list[Any] = [name, time.time()]
+        return int(await self._reopen_script([self._hash(name), self._turns(name), self._keys.agent_open], args))
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """Remove rollouts, which ends the leases of their workers."""
+        if names:
+            await self._redis.delete(*map(self._hash, names), *map(self._turns, names))
+
+    async def _write(self, key: str, fields: dict[str, Any]) -> None:
+        name, _, secret = key.rpartition(".")
+        await _checked(self._write_script([self._hash(name)], [secret, *_flat(fields)]))
+
+    def _hash(self, name: str) -> str:
+        return self._keys.key(f"agent:{name}")
+
+    def _turns(self, name: str) -> str:
+        return self._keys.key(f"agent_turns:{name}")
+
+
+async def _checked(reply: Any) -> int:
+    """The reply of a script that checks the secret."""
+    value = int(await reply)
+    if value < 0:
+        raise SessionLostError("this key plays no rollout: its lease has ended, or the rollout is finished")
+    return value
+
+
+def _flat(fields: dict[str, Any]) -> list[Any]:
+    return [value for pair in fields.items() for value in pair]
+
+
+def _session(key: str, fields: dict[bytes, bytes]) -> Session:
+    task, number = GroupTask.FromString(fields[b"task"]), int(fields[b"number"])
+    return Session(key, task, number, int(fields[b"attempt"]), float(fields[b"began"]))
+
+
+def _played(name: str, fields: dict[bytes, bytes]) -> PlayedRollout:
+    session = None
+    if b"secret" in fields:
+        session = _session(f"{name}.{fields[b'secret'].decode()}", fields)
+    result = AgentResult.FromString(fields[b"result"]) if b"result" in fields else None
+    return PlayedRollout(session, result, fields.get(b"worker", b"").decode(), not fields)

@@ -1,0 +1,150 @@
+"""The HTTP API of agents: lease a task, renew the lease, finish. And the check of every caller's key.
+
+A worker shows the run's shared token to lease. The reply has a key of one rollout: with it the agent calls the model,
+and the worker renews and finishes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, HTTPException, Response
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from gspo.common.network.auth_log import note_refusal
+from gspo.common.network.http_server import ASGIApp, Receive, Scope, Send, caller_of, header, reply
+from gspo.common.service.app import Service
+from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
+from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
+from gspo_proto.agent_pb2 import AgentResult
+
+# An agent's key begins with it, so that an expired one is not taken for that of another client.
+_KEY_PREFIX = "agent-"
+_TASKS = "/v1/tasks"
+_LONGEST_WAIT_S, _LOOK_EVERY_S = 20.0, 0.1
+_MOST_TEXT = 4096
+_GONE = 410
+
+
+class LeaseRequest(BaseModel):
+    """A worker asks for a rollout to play."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    worker: str = Field(max_length=200, min_length=1, description="Name in logs, and in the rollout's record")
+    wait_s: float = Field(0.0, ge=0, le=_LONGEST_WAIT_S, description="Time to wait for one")
+
+
+class LeaseReply(BaseModel):
+    """A rollout to play. `key` is the API key of its model calls; silence for `lease_s` gives it to another worker."""
+
+    id: str
+    key: str
+    model: str
+    attempt: int
+    evaluation: str
+    lease_s: float
+    timeout_s: float
+    prompt: str
+    messages: list[dict[str, Any]]
+    columns: dict[str, Any]
+
+
+class FinishRequest(BaseModel):
+    """The end of a rollout: with a reward, without one where reward functions score it, or with a failure."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reward: FiniteFloat | None = None
+    failure: str = Field("", max_length=_MOST_TEXT)
+    failure_kind: Literal["agent_failed", "exception", "timeout"] = "agent_failed"
+
+
+def task_routes(service: Service, store: SessionStore) -> APIRouter:
+    """The routes below /v1/tasks."""
+    router, config = APIRouter(prefix=_TASKS), service.config
+
+    @router.post("/lease", response_model=None)
+    async def lease(request: LeaseRequest) -> LeaseReply | Response:
+        deadline_s = time.monotonic() + request.wait_s
+        while (session := await store.lease(request.worker)) is None:
+            if service.stopping.is_set():
+                raise HTTPException(_GONE, "the run has ended: there are no more tasks")
+            if time.monotonic() >= deadline_s:
+                return Response(status_code=204)
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return LeaseReply(
+            id=session.name,
+            key=_KEY_PREFIX + session.key,
+            model=config.gateway.model_name,
+            attempt=session.attempt,
+            evaluation=session.task.evaluation,
+            lease_s=config.agent.lease_s,
+            timeout_s=config.agent.timeout_s,
+            prompt=session.task.prompt.text,
+            messages=json.loads(session.task.prompt.messages_json or "[]"),
+            columns=json.loads(session.task.prompt.columns_json or "{}"),
+        )
+
+    @router.post("/{name:path}/heartbeat", status_code=204)
+    async def heartbeat(name: str, authorization: Annotated[str, Header()] = "") -> None:
+        await _with_key(name, authorization, store.renew)
+
+    @router.post("/{name:path}/finish", status_code=204)
+    async def finish(name: str, request: FinishRequest, authorization: Annotated[str, Header()] = "") -> None:
+        if config.agent.weight is not None and request.reward is None and not request.failure:
+            raise HTTPException(422, "reward is missing: the agent rewards its rollouts (agent.weight of the run)")
+        result = AgentResult(
+            reward=request.reward, failure=request.failure, failure_kind=request.failure_kind, unix_s=time.time()
+        )
+        await _with_key(name, authorization, lambda key: store.finish(key, result))
+
+    return router
+
+
+async def _with_key(name: str, authorization: str, change: Callable[[str], Awaitable[None]]) -> None:
+    """Change a rollout by its own key."""
+    key = authorization.removeprefix("Bearer ").removeprefix(_KEY_PREFIX)
+    if key.rpartition(".")[0] != name:
+        raise HTTPException(403, f"send the key of {name}, which its lease has, as 'Authorization: Bearer KEY'")
+    try:
+        await change(key)
+    except SessionLostError as error:
+        raise HTTPException(_GONE, str(error)) from error
+
+
+class CallerKeys:
+    """Lets callers with the run's shared token pass, and agents with the key of a rollout, whose requests are recorded.
+
+    Args:
+        recorder: Makes the record of a request of a session.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, store: SessionStore, recorder: Callable[[Session], Recorder]) -> None:
+        self._app, self._token, self._store, self._recorder = app, token, store, recorder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Clients of Anthropic's API send the key alone, in a header of its own.
+        key = header(scope, b"authorization").removeprefix("Bearer ") or header(scope, b"x-api-key")
+        refusal = ""
+        if scope["path"].startswith(f"{_TASKS}/") and key.startswith(_KEY_PREFIX):
+            pass  # these routes look at it themselves: a result may be sent twice
+        elif key.startswith(_KEY_PREFIX):
+            try:
+                session = await self._store.session(key.removeprefix(_KEY_PREFIX))
+                recorder_of_request.set(self._recorder(session))
+            except SessionLostError as error:
+                refusal = str(error)
+        elif self._token and not hmac.compare_digest(key.encode("latin-1"), self._token.encode()):
+            refusal = "the shared token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"
+        if not refusal:
+            await self._app(scope, receive, send)
+            return
+        note_refusal("http", "token", caller=caller_of(scope), target=scope["path"], detail=refusal)
+        error_body = {"type": "authentication_error", "message": refusal}
+        await reply(send, 401, {"detail": refusal, "error": error_body})

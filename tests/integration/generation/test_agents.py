@@ -1,0 +1,422 @@
+"""Agents at the gateway: what they ask of a real vLLM engine becomes rollouts, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+from transformers import AutoTokenizer
+
+from gspo.common.streams.entries import SCHEMA
+from gspo_proto.rollout_pb2 import GroupTask, Prompt, RewardUse, Rollout, Sampling, Scored
+from tests.integration.generation.conftest import SharedEngine
+from tests.integration.generation.test_engine import Reference
+from tests.support.started_gateway import TOKENIZER, Gateway, started_gateway
+from tests.support.tiny_model import make_tiny_model
+from tests.support.weights import stage
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+AGENT = {"external": True, "lease_s": 2.0, "answer_tokens": 40}
+LENGTHS = {"prompt_length": 128, "response_length": 384, "rollout_length": 768}
+FIRST = {"role": "user", "content": "Count to three."}
+TEMPERATURE = 0.9
+
+
+@dataclass
+class Player:
+    """A program that plays a rollout: a lease, and clients with its key."""
+
+    lease: dict[str, Any]
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+    anthropic: AsyncAnthropic
+
+    async def chat(self, *messages: Any, **keys: Any) -> Any:
+        reply = await self.openai.chat.completions.create(
+            **{"model": "policy", "messages": list(messages), "temperature": 0.0, **keys}
+        )
+        return {"role": "assistant", "content": reply.choices[0].message.content}
+
+    async def post(self, what: str, body: Any = None, key: str = "") -> httpx.Response:
+        headers = {"authorization": f"Bearer {key or self.lease['key']}"}
+        return await self.http.post(f"/v1/tasks/{self.lease['id']}/{what}", json=body or {}, headers=headers)
+
+    async def finish(self, reward: float | None = 1.0, **more: Any) -> None:
+        reply = await self.post("finish", {"reward": reward, **more})
+        assert reply.status_code == 204, reply.text
+
+
+class AgentRun:
+    """A run whose rollouts agents play: its gateway, the tasks that the test issues, and the rollouts that come."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway, self._group = gateway, 0
+        self.redis, self.keys = gateway.service.redis, gateway.service.keys
+        self.token = {"authorization": f"Bearer {gateway.service.options.token}"}
+
+    async def issue(self, num_rollouts: int = 1, **more: Any) -> GroupTask:
+        """A task as the coordinator issues it."""
+        self._group += 1
+        task = GroupTask(
+            schema=SCHEMA,
+            group=self._group,
+            attempt=1,
+            num_rollouts=num_rollouts,
+            prompt=Prompt(token_ids=[5], text="p", messages_json=json.dumps([FIRST]), columns_json='{"answer": "3"}'),
+            sampling=Sampling(temperature=TEMPERATURE, max_tokens=LENGTHS["response_length"], top_p=1.0),
+            rewards=[RewardUse(name="agent", weight=1.0)],
+            issued_unix_s=time.time(),
+            **more,
+        )
+        await self.redis.hset(self.keys.open, str(self._group), "{}")
+        await self.redis.xadd(self.keys.prompts, {"d": task.SerializeToString()})
+        return task
+
+    async def lease(self, address: str = "") -> Player:
+        url = f"http://{address or self.gateway.address}"
+        http = httpx.AsyncClient(base_url=url, timeout=30)
+        reply = await http.post("/v1/tasks/lease", json={"worker": "w", "wait_s": 10}, headers=self.token)
+        assert reply.status_code == 200, reply.text
+        lease = reply.json()
+        clients: dict[str, Any] = {"api_key": lease["key"], "max_retries": 0}
+        return Player(
+            lease, http, AsyncOpenAI(base_url=f"{url}/v1", **clients), AsyncAnthropic(base_url=url, **clients)
+        )
+
+    async def next_entry(self, stream: str, message: Callable[[bytes], Any]) -> Any:
+        async with asyncio.timeout(20):
+            while not (entries := await self.redis.xrange(stream, count=1)):
+                await asyncio.sleep(0.05)
+        ((entry, fields),) = entries
+        await self.redis.xdel(stream, entry)
+        return message(fields[b"d"])
+
+    async def rollout(self) -> Rollout:
+        rollout: Rollout = await self.next_entry(self.keys.rollouts, Rollout.FromString)
+        return rollout
+
+
+def branches(rollout: Rollout) -> list[tuple[list[int], list[int], list[int]]]:
+    """The branches of a rollout: their tokens with the context, mask, and places in the rollout's arrays."""
+    bounds = [0, *rollout.branch_starts, len(rollout.token_ids)]
+    prompt = list(rollout.prompt.token_ids)
+    parts = []
+    for number, (first, last) in enumerate(pairwise(bounds)):
+        before = [] if number else prompt
+        tokens = [*before, *rollout.token_ids[first:last]]
+        mask = [*[0] * len(before), *rollout.mask[first:last]]
+        parts.append((tokens, mask, [*[-1] * len(before), *range(first, last)]))
+    return parts
+
+
+def assert_log_probs(rollout: Rollout, folders: dict[int, Path]) -> None:
+    """Every token of the policy has the log-prob of the version that it names, behind the tokens of its branch."""
+    references = {version: Reference.load(folder) for version, folder in folders.items()}
+    for tokens, mask, places in branches(rollout):
+        logp = {v: reference.logp(tokens[:1], tokens[1:], TEMPERATURE) for v, reference in references.items()}
+        sampled = [place for place, counts in enumerate(mask) if counts]
+        assert sampled
+        for place in sampled:
+            at = places[place]
+            expected = logp[rollout.version[at]][place - 1]
+            assert abs(rollout.logp[at] - expected) < 1e-3, (place, rollout.logp[at], expected)
+    context = [at for at, counts in enumerate(rollout.mask) if not counts]
+    assert {(rollout.version[at], rollout.logp[at]) for at in context} <= {(-1, 0.0)}
+
+
+@asynccontextmanager
+async def started_run(
+    generator: SharedEngine, redis_url: str, folder: Path, **sections: Any
+) -> AsyncIterator[AgentRun]:
+    keys: dict[str, Any] = {"agent": AGENT, "algorithm": LENGTHS, "reward": {"functions": []}} | sections
+    async with started_gateway(generator, redis_url, folder, num_generators=1, **keys) as gateway:
+        yield AgentRun(gateway)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def run(
+    generator: SharedEngine, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[AgentRun]:
+    async with started_run(generator, redis_url, tmp_path_factory.mktemp("run")) as started:
+        yield started
+
+
+async def test_a_conversation_is_one_branch_with_every_token_as_it_was_sampled(run: AgentRun) -> None:
+    task = await run.issue()
+    worker = await run.lease()
+    assert (worker.lease["messages"], worker.lease["columns"]) == ([FIRST], {"answer": "3"})
+    history: list[Any] = [FIRST]
+    for number in range(3):
+        history.append(await worker.chat(*history))
+        history.append({"role": "user", "content": f"Go on, {number}."})
+    await worker.finish(0.25)
+    rollout = await run.rollout()
+    assert (rollout.group, rollout.number, rollout.num_turns) == (task.group, 0, 3)
+    assert rollout.temperature == pytest.approx(TEMPERATURE)
+    assert rollout.episode.reward == 0.25
+    assert not rollout.branch_starts
+    ((tokens, _, _),) = branches(rollout)
+    text = TOKENIZER.apply_chat_template(history[:-1], tokenize=False)
+    assert TOKENIZER.decode(tokens, skip_special_tokens=True) == TOKENIZER.decode(
+        TOKENIZER.encode(text), skip_special_tokens=True
+    ).removesuffix("\n")
+    assert json.loads(rollout.episode.turns_json) == history[1:-1]
+    assert rollout.text == history[-2]["content"]
+    assert_log_probs(rollout, {run.gateway.shared.engine.version: run.gateway.shared.folder})
+
+
+async def test_an_end_that_the_policy_did_not_sample_is_context(run: AgentRun) -> None:
+    await run.issue()
+    worker = await run.lease()
+    short = await worker.chat(FIRST, max_tokens=3)
+    await worker.chat(FIRST, short, {"role": "user", "content": "More."}, max_tokens=3)
+    await worker.finish()
+    rollout = await run.rollout()
+    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+    turns = bytes(rollout.mask)
+    if rollout.token_ids[2] != end:  # cut off at three tokens: the template's end of a turn is not the policy's
+        assert (rollout.token_ids[3], turns[3]) == (end, 0)
+    assert turns.count(1) <= 6
+
+
+async def test_every_api_continues_what_another_one_began(run: AgentRun) -> None:
+    await run.issue()
+    worker = await run.lease()
+    first = await worker.chat(FIRST)
+    then = {"role": "user", "content": "And now?"}
+    message = await worker.anthropic.messages.create(model="policy", max_tokens=20, messages=[FIRST, first, then])
+    second = {"role": "assistant", "content": "".join(block.text for block in message.content if block.type == "text")}
+    async with worker.anthropic.messages.stream(
+        model="policy", max_tokens=20, messages=[FIRST, first, then, second, then]
+    ) as stream:
+        third = {"role": "assistant", "content": "".join([text async for text in stream.text_stream])}
+    history = [FIRST, first, then, second, then, third, then]
+    response = await worker.openai.responses.create(model="policy", input=history, max_output_tokens=20)
+    chunks = await worker.openai.chat.completions.create(
+        model="policy",
+        messages=[*history, {"role": "assistant", "content": response.output_text}, then],
+        stream=True,
+        max_tokens=10,
+    )
+    assert [chunk async for chunk in chunks]
+    await worker.finish()
+    rollout = await run.rollout()
+    assert rollout.num_turns == 5
+    assert not rollout.branch_starts
+    assert_log_probs(rollout, {run.gateway.shared.engine.version: run.gateway.shared.folder})
+
+
+async def test_a_rewritten_history_is_a_branch_and_every_token_is_trained_once(run: AgentRun) -> None:
+    await run.issue()
+    worker = await run.lease()
+    first = await worker.chat(FIRST)
+    then = {"role": "user", "content": "Again."}
+    second = await worker.chat(FIRST, first, then)
+    # A summary in place of the history, another answer to the first question, and a sub-agent with its own task.
+    await worker.chat({"role": "user", "content": "Summary: nothing."}, max_tokens=8)
+    await worker.chat(FIRST, first, {"role": "user", "content": "Otherwise?"}, max_tokens=8)
+    await worker.chat(FIRST, {"role": "assistant", "content": "rewritten"}, then, max_tokens=8)
+    await worker.finish()
+    rollout = await run.rollout()
+    assert (rollout.num_turns, len(rollout.branch_starts)) == (5, 3)
+    texts = [TOKENIZER.decode(tokens) for tokens, _, _ in branches(rollout)]
+    assert second["content"] in texts[0]
+    assert "Summary" in texts[1]
+    assert first["content"] in texts[2]
+    assert "rewritten" in texts[3]
+    # The turn that two branches share counts in the first alone.
+    assert branches(rollout)[2][1].count(1) <= 8
+    assert_log_probs(rollout, {run.gateway.shared.engine.version: run.gateway.shared.folder})
+
+
+async def test_parallel_requests_and_cancelled_ones(run: AgentRun) -> None:
+    await run.issue()
+    worker = await run.lease()
+    await asyncio.gather(*(worker.chat(FIRST, max_tokens=10 + number) for number in range(3)))
+    stream = await worker.openai.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "Never read."}], stream=True, max_tokens=40
+    )
+    await stream.close()
+    await worker.finish()
+    rollout = await run.rollout()
+    assert rollout.num_turns == 3
+    assert len(rollout.branch_starts) == 2
+    assert not any("Never" in TOKENIZER.decode(tokens) for tokens, _, _ in branches(rollout))
+    assert_log_probs(rollout, {run.gateway.shared.engine.version: run.gateway.shared.folder})
+
+
+async def test_a_stop_string_ends_the_recorded_answer_at_its_token(run: AgentRun) -> None:
+    await run.issue()
+    worker = await run.lease()
+    answer = await worker.chat(FIRST, stop=list("etao"))
+    await worker.chat(FIRST, answer, {"role": "user", "content": "On."}, max_tokens=4)
+    await worker.finish()
+    rollout = await run.rollout()
+    assert not rollout.branch_starts
+    (first_turn, *_) = bytes(rollout.mask).split(b"\x00")
+    assert TOKENIZER.decode(list(rollout.token_ids[: len(first_turn)]), skip_special_tokens=True)[:-1] in (
+        answer["content"],
+        answer["content"][:-1],
+    )
+    assert_log_probs(rollout, {run.gateway.shared.engine.version: run.gateway.shared.folder})
+
+
+async def test_a_weight_update_in_an_answer(run: AgentRun, tmp_path: Path) -> None:
+    shared = run.gateway.shared
+    before, old = shared.engine.version, shared.folder
+    await run.issue()
+    worker = await run.lease()
+    answers = [asyncio.create_task(worker.chat({"role": "user", "content": f"{n}?"})) for n in range(3)]
+    async with asyncio.timeout(60):
+        while not shared.engine.num_running:
+            await asyncio.sleep(0.001)
+    folder = make_tiny_model(tmp_path / "new", seed=40 + before, scale=4.0)
+    stage(shared.copies, folder)
+    await shared.engine.load(before + 1, shared.copies, on_update="recompute", timeout_s=60)
+    shared.folders.append(folder)
+    await asyncio.gather(*answers)
+    await worker.chat({"role": "user", "content": "After."})
+    await worker.finish()
+    rollout = await run.rollout()
+    assert {*rollout.version} - {-1} == {before, before + 1}
+    assert_log_probs(rollout, {before: old, before + 1: folder})
+
+
+async def test_a_worker_that_is_silent_loses_its_rollout_and_writes_nothing_more(run: AgentRun) -> None:
+    await run.issue()
+    lost = await run.lease()
+    await lost.chat({"role": "user", "content": "Lost."}, max_tokens=4)
+    again = await run.lease()  # waits for the end of the lease
+    assert (again.lease["id"], again.lease["attempt"]) == (lost.lease["id"], 2)
+    with pytest.raises(openai.AuthenticationError, match="its lease has ended"):
+        await lost.chat(FIRST)
+    assert (await lost.post("finish", {"reward": 0.0})).status_code == 410
+    for _ in range(6):  # heartbeats keep a lease beyond its length
+        await asyncio.sleep(0.5)
+        assert (await again.post("heartbeat")).status_code == 204
+    await again.chat(FIRST, max_tokens=4)
+    await again.finish()
+    await again.finish()  # the reply to the first may have been lost
+    rollout = await run.rollout()
+    assert rollout.num_turns == 1
+    assert "Lost" not in TOKENIZER.decode(list(rollout.prompt.token_ids))
+
+
+async def test_a_rollout_that_no_worker_finishes_settles_its_group(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    sections = {"agent": {**AGENT, "lease_s": 0.3}, "staleness": {"max_attempts": 2}}
+    async with started_run(generator, redis_url, tmp_path / "run", **sections) as run:
+        task = await run.issue()
+        for attempt in (1, 2):
+            assert (await run.lease()).lease["attempt"] == attempt
+        scored = await run.next_entry(run.keys.scored, Scored.FromString)
+        assert scored.failure.group == task.group
+        assert "2 workers" in scored.failure.reason
+
+
+async def test_a_gateway_opens_no_more_rollouts_than_it_may(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    """Whole groups of four: with one rollout open, another group would be too many."""
+    sections = {"agent": {**AGENT, "max_rollouts": 4}}
+    async with started_run(generator, redis_url, tmp_path / "run", **sections) as run:
+        await run.issue()
+        await run.issue()
+        first = await run.lease()
+        asked = await first.http.post("/v1/tasks/lease", json={"worker": "w", "wait_s": 0.6}, headers=run.token)
+        assert asked.status_code == 204
+        await first.chat(FIRST, max_tokens=2)
+        await first.finish()
+        assert (await run.lease()).lease["id"] != first.lease["id"]
+
+
+async def test_failures_of_agents_have_no_score(run: AgentRun) -> None:
+    for body, kind in (({"failure": "no disk"}, "agent_failed"), ({"reward": 1.0}, "no_turn")):
+        await run.issue()
+        worker = await run.lease()
+        assert (await worker.post("finish", body)).status_code == 204
+        rollout = await run.rollout()
+        assert rollout.episode.failure_kind == kind
+
+
+async def test_limits_and_wrong_calls_get_errors_of_the_clients_form(run: AgentRun) -> None:
+    await run.issue()
+    worker = await run.lease()
+    with pytest.raises(openai.BadRequestError, match="at most 128"):
+        await worker.chat({"role": "user", "content": "x" * 200})
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty is not supported"):
+        await worker.chat(FIRST, frequency_penalty=0.5)
+    with pytest.raises(openai.BadRequestError, match="Finish the task"):
+        for number in range(30):
+            await worker.chat({"role": "user", "content": f"{number}"}, max_tokens=30)
+    assert (await worker.post("finish", {})).status_code == 422
+    assert (await worker.post("finish", {"reward": float(1), "extra": 1})).status_code == 400
+    other = {**worker.lease, "id": "999-0"}
+    assert (await Player(other, worker.http, worker.openai, worker.anthropic).post("heartbeat")).status_code == 403
+    no_token = await worker.http.post("/v1/tasks/lease", json={"worker": "w"})
+    assert no_token.status_code == 401
+    await worker.finish()
+    rollout = await run.rollout()
+    assert len(rollout.prompt.token_ids) + len(rollout.token_ids) <= LENGTHS["rollout_length"]
+    with pytest.raises(openai.AuthenticationError):
+        await worker.chat(FIRST)
+
+
+async def test_a_template_that_hides_thoughts_begins_a_branch(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    """The policy would see its thoughts where a user's own server would not show them."""
+    folder = Path(shutil.copytree(generator.folder, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    hides = "message['content'][:2] if message['role'] == 'assistant' else message['content']"
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", f"({hides})")
+    tokenizer.save_pretrained(folder)
+    async with started_run(generator, redis_url, tmp_path / "run", model=folder) as run:
+        await run.issue()
+        worker = await run.lease()
+        first = await worker.chat(FIRST, max_tokens=12)
+        await worker.chat(FIRST, first, {"role": "user", "content": "So?"}, max_tokens=4)
+        await worker.finish()
+        rollout = await run.rollout()
+    assert len(rollout.branch_starts) == 1
+    assert first["content"] not in TOKENIZER.decode(branches(rollout)[1][0])
+    assert_log_probs(rollout, {generator.engine.version: generator.folder})
+
+
+async def test_another_gateway_goes_on_with_a_conversation(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    """Its state is in Redis: a gateway may end between two requests, or another one may take the next."""
+    async with started_run(generator, redis_url, tmp_path / "run") as run, AsyncExitStack() as stack:
+        other = await stack.enter_async_context(run.gateway.another("gateway-1"))
+        await run.issue(num_rollouts=2)
+        workers = [await run.lease(), await run.lease(other)]
+        for worker in workers:
+            first = await worker.chat(FIRST, max_tokens=6)
+            url = f"http://{run.gateway.address if worker is workers[1] else other}/v1"
+            elsewhere = AsyncOpenAI(base_url=url, api_key=worker.lease["key"], max_retries=0)
+            history = [FIRST, first, {"role": "user", "content": "On."}]
+            await elsewhere.chat.completions.create(model="policy", messages=history, max_tokens=6)
+            await worker.finish()
+        rollouts = [await run.rollout(), await run.rollout()]
+    assert {rollout.number for rollout in rollouts} == {0, 1}
+    for rollout in rollouts:
+        assert (rollout.num_turns, len(rollout.branch_starts)) == (2, 0)
+        assert_log_probs(rollout, {generator.engine.version: generator.folder})
+    assert np.unique([rollout.group for rollout in rollouts]).size == 1

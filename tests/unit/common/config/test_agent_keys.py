@@ -1,0 +1,67 @@
+"""The section `agent`: what it needs, what contradicts it, and what rewards its rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo.common.config.loading import parse_config
+from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
+from gspo.common.reward_uses import reward_uses
+
+REWARD = {"functions": [{"path": "reward.py", "weight": 0.5}]}
+
+
+def parsed(agent: dict[str, Any], **sections: Any) -> Config:
+    keys = {"name": "test", "model": {"path": "m"}, "data": {"prompts": "p.jsonl"}, "run": {"total_steps": 1}}
+    return parse_config({**keys, "gateway": {"replicas": 1}, "agent": agent, **sections}, base=Path("/base"))
+
+
+def refused(agent: dict[str, Any], **sections: Any) -> InputError:
+    with pytest.raises(InputError) as caught:
+        parsed(agent, **sections)
+    return caught.value
+
+
+def parts(config: Config) -> list[tuple[str, float]]:
+    (source,) = config.sources
+    uses = reward_uses(source)
+    assert source.part_labels == [use.name for use in uses]
+    return [(use.name, use.weight) for use in uses]
+
+
+def test_the_agent_the_functions_or_both_reward() -> None:
+    assert parts(parsed({"external": True})) == [("agent", 1.0)]
+    assert parts(parsed({"external": True, "weight": 2.0}, reward=REWARD)) == [("reward", 0.5), ("agent", 2.0)]
+    assert parts(parsed({"external": True, "weight": None}, reward=REWARD)) == [("reward", 0.5)]
+    assert refused({"external": True, "weight": None}).where == "reward.functions"
+
+
+@pytest.mark.parametrize(("key", "value"), [("weight", 0.5), ("max_rollouts", 8), ("lease_s", 5.0), ("timeout_s", 5.0)])
+def test_a_key_without_an_agent_is_refused(key: str, value: Any) -> None:
+    error = refused({key: value}, reward=REWARD)
+    assert error.where == f"agent.{key}" and "there is none" in error.rule
+
+
+@pytest.mark.parametrize(
+    ("sections", "where"),
+    [
+        ({"gateway": {}}, "gateway.replicas"),
+        ({"environment": {"path": "game.py"}}, "environment"),
+        ({"sampling": {"stop": ["x"]}}, "sampling.stop"),
+        ({"generation": {"segment_tokens": 8}, "staleness": {"max_lag": 64}}, "generation.segment_tokens"),
+    ],
+)
+def test_contradictions_name_the_key(sections: dict[str, Any], where: str) -> None:
+    error = refused({"external": True}, **sections)
+    assert error.where == where
+    assert "agent" in error.rule
+
+
+def test_conversations_of_agents_have_turns() -> None:
+    by_turn = {"algorithm": {"loss_agg_mode": "seq-mean-turn-mean"}}
+    assert parsed({"external": True}, **by_turn).agent.used
+    assert refused({}, reward=REWARD, **by_turn).where == "algorithm.loss_agg_mode"
