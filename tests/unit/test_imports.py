@@ -17,6 +17,8 @@ BUDGETS = {
     "gspo.cli.__main__": ENGINES | TABLES | FACES | {"numpy"},
     "gspo.cli.run.training": ENGINES | TABLES | FACES | {"numpy"},
     "gspo.cli.processes.guard": ENGINES | TABLES | FACES | {"numpy", "pydantic", "redis"},
+    # It works on machines without an engine.
+    "gspo.agents.worker": ENGINES | TABLES | FACES | {"numpy", "pydantic", "redis"},
     "gspo.coordinator.__main__": ENGINES | TABLES | FACES | {"numpy"},
     "gspo.coordinator.app": ENGINES | TABLES,
     "gspo.reward.__main__": ENGINES | TABLES | {"numpy"},

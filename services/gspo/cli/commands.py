@@ -73,6 +73,25 @@ def run(
 
 
 @app.command()
+def agent(
+    path: Annotated[Path, typer.Argument(help="Python file with `async def play(task)`, which returns a reward.")],
+    url: Annotated[str, typer.Option(help="Address of the run's gateway; `gspo status` prints it.")],
+    token_file: Annotated[Path | None, typer.Option(help="The run's services.token_file.")] = None,
+    entry: Annotated[str, typer.Option(help="Name of the function.")] = "play",
+    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts at a time.")] = 8,
+) -> None:
+    """Play the rollouts of a run with an agent of yours (agent.external), on any machine, until the run ends.
+
+    The agent runs with your rights, outside of any sandbox.
+
+    Example: [bold]gspo agent my_agent.py --url http://127.0.0.1:8082[/]
+    """
+    from gspo.cli.play_agent import agent_worker
+
+    raise typer.Exit(agent_worker(path, entry, url, token_file, rollouts, Console()))
+
+
+@app.command()
 def status(
     run_dir: Annotated[Path | None, typer.Argument(help="Run directory; by default the newest under ./runs.")] = None,
     watch: Annotated[

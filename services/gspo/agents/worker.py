@@ -1,0 +1,174 @@
+"""Plays the rollouts of a run: leases tasks at its gateway, runs an agent on each, and sends the rewards.
+
+The standard library and httpx are all that it needs, so it works on machines without an engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, TypeAlias
+
+import httpx
+
+log = logging.getLogger(__name__)
+# Longest wait of one call for a task; the gateway holds the call for so long.
+_WAIT_S = 10.0
+_CALL_S = 30.0
+_PAUSE_S = 1.0
+_MOST_TEXT = 4096
+
+
+class RunUnreachableError(RuntimeError):
+    """The gateway refuses the worker, or has not answered for too long."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A rollout to play.
+
+    Attributes:
+        id: Of the rollout.
+        prompt: The prompt as text.
+        messages: The prompt as chat messages; empty where it is plain text.
+        columns: The further columns of the prompt's row in the data set.
+        base_url: Of the API of OpenAI; Anthropic's client takes it without the ending /v1.
+        api_key: Of this rollout: calls with it are recorded as the rollout's.
+        model: Name of the policy for these calls.
+        attempt: How often the rollout was handed out, from 1.
+        evaluation: Label of the evaluation that it belongs to; empty in training.
+        timeout_s: Time in which it has to end.
+    """
+
+    id: str
+    prompt: str
+    messages: list[dict[str, Any]]
+    columns: dict[str, Any]
+    base_url: str
+    api_key: str
+    model: str
+    attempt: int
+    evaluation: str
+    timeout_s: float
+
+
+Agent: TypeAlias = Callable[[Task], Awaitable[float | None]]
+
+
+@dataclass
+class AgentWorker:
+    """Plays rollouts of one run side by side.
+
+    Args:
+        agent: Plays a rollout and returns its reward, or None where reward functions score it.
+        url: Of the gateway, such as http://127.0.0.1:8082.
+        token: The run's shared token; empty for a run on this machine without one.
+        rollouts: Rollouts at a time.
+        patience_s: Time for which the gateway may be away.
+
+    Attributes:
+        counts: Rollouts that have ended, by how: finished, failed, lost.
+    """
+
+    agent: Agent
+    url: str
+    token: str = ""
+    rollouts: int = 8
+    patience_s: float = 120.0
+    name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+    counts: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0, "lost": 0})
+
+    async def run(self) -> None:
+        """Play until the run has ended. A cancellation leaves the rollouts to other workers.
+
+        Raises:
+            RunUnreachableError: The gateway refuses the worker, or has not answered for `patience_s`.
+        """
+        limits = httpx.Limits(max_connections=2 * self.rollouts + 2)
+        http = httpx.AsyncClient(base_url=self.url.rstrip("/"), timeout=_CALL_S, limits=limits)
+        async with http, asyncio.TaskGroup() as tasks:
+            for _ in range(self.rollouts):
+                tasks.create_task(self._play_all(http))
+
+    async def _play_all(self, http: httpx.AsyncClient) -> None:
+        request = {"worker": self.name, "wait_s": _WAIT_S}
+        while True:
+            reply = await self._post(http, "/v1/tasks/lease", self.token, request, self.patience_s)
+            if reply.status_code == HTTPStatus.GONE:
+                return
+            if reply.status_code == HTTPStatus.OK:
+                await self._play(http, reply.json())
+            elif reply.status_code != HTTPStatus.NO_CONTENT:
+                raise RunUnreachableError(f"{self.url} gives no task: {reply.status_code} {reply.text[:_MOST_TEXT]}")
+
+    async def _play(self, http: httpx.AsyncClient, lease: dict[str, Any]) -> None:
+        """Play one rollout, with heartbeats beside, and send how it ended."""
+        path, key, lease_s = f"/v1/tasks/{lease['id']}", lease.pop("key"), lease.pop("lease_s")
+        task = Task(base_url=f"{str(http.base_url).rstrip('/')}/v1", api_key=key, **lease)
+        beating = asyncio.create_task(self._beat(http, path, key, lease_s))
+        try:
+            result = await self._result(task)
+            reply = await self._post(http, f"{path}/finish", key, result, lease_s)
+        except RunUnreachableError as error:
+            log.warning("rollout %s is lost: %s", task.id, error)
+            self.counts["lost"] += 1
+            return
+        finally:
+            beating.cancel()
+        if reply.is_success:
+            self.counts["failed" if "failure" in result else "finished"] += 1
+            return
+        self.counts["lost"] += 1
+        log.warning("the result of rollout %s is refused: %d %s", task.id, reply.status_code, reply.text[:_MOST_TEXT])
+        if reply.status_code != HTTPStatus.GONE:
+            raise RunUnreachableError(f"{self.url} refuses a result: {reply.status_code} {reply.text[:_MOST_TEXT]}")
+
+    async def _result(self, task: Task) -> dict[str, Any]:
+        """The body of `finish`: a reward, or how the agent failed."""
+        try:
+            async with asyncio.timeout(task.timeout_s):
+                return {"reward": await self.agent(task)}
+        except TimeoutError:
+            return {"failure": f"not finished after {task.timeout_s:g} s", "failure_kind": "timeout"}
+        except Exception as error:  # the agent is the user's: its errors end its rollout alone
+            log.warning("the agent failed at rollout %s", task.id, exc_info=error)
+            return {"failure": f"{type(error).__name__}: {error}"[:_MOST_TEXT], "failure_kind": "exception"}
+
+    async def _beat(self, http: httpx.AsyncClient, path: str, key: str, lease_s: float) -> None:
+        """Renew the lease until cancelled; the result tells whether it was lost."""
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            with suppress(httpx.HTTPError):
+                await http.post(f"{path}/heartbeat", json={}, headers=_bearer(key))
+
+    async def _post(
+        self, http: httpx.AsyncClient, path: str, key: str, body: dict[str, Any], patience_s: float
+    ) -> httpx.Response:
+        """The reply; a gateway that is away is called again.
+
+        Raises:
+            RunUnreachableError: It was away for `patience_s`.
+        """
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            try:
+                reply = await http.post(path, json=body, headers=_bearer(key))
+                if reply.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+                    return reply
+                problem = reply.text[:_MOST_TEXT]
+            except httpx.HTTPError as error:
+                problem = f"{type(error).__name__}: {error}"
+            if time.monotonic() >= deadline_s:
+                raise RunUnreachableError(f"{self.url} has not answered for {patience_s:g} s ({problem})")
+            await asyncio.sleep(_PAUSE_S)
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
