@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -31,7 +32,11 @@ CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\ntools:{% for tool in tools %} {{ tool['function']['name'] }}{% endfor %}"
     "<|im_end|>\n{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    '{{ \'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -247,9 +252,9 @@ def _made_of(folder: Path) -> str | None:
         return None
 
 
-def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None) -> int:
-    """`gspo run` on the example's configuration and this cold start; its exit code."""
-    config = yaml.safe_load((here / "config.yaml").read_text(encoding="utf-8"))
+def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None, agent: Path | None = None) -> int:
+    """`gspo run` on the example's configuration and this cold start, with `gspo agent` beside it; its exit code."""
+    config = yaml.safe_load((here / ("agent.yaml" if agent else "config.yaml")).read_text(encoding="utf-8"))
     config["name"] = f"{here.name}-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     config["seed"] = seed
     config["run"]["directory"] = str(runs)
@@ -261,15 +266,33 @@ def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None) -> i
         config["run"]["total_steps"] = steps
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    return subprocess.run([sys.executable, "-m", "gspo.cli", "run", path], check=False, cwd=ROOT).returncode
+    gspo = [sys.executable, "-m", "gspo.cli"]
+    if agent is None:
+        return subprocess.run([*gspo, "run", path], check=False, cwd=ROOT).returncode
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config["services"] = {"gateway_port": port}
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    playing = subprocess.Popen(
+        [*gspo, "agent", agent, "--url", f"http://127.0.0.1:{port}", "--rollouts", "32"],
+        cwd=ROOT,
+        stdout=(folder / "agent.log").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        return subprocess.run([*gspo, "run", path], check=False, cwd=ROOT).returncode
+    finally:
+        playing.terminate()
+        playing.wait(30)
 
 
-def demo(example: Path, meaning: str) -> None:
+def demo(example: Path, meaning: str, agent: Path | None = None) -> None:
     """The command of an example: its cold start, then `gspo run` on it. Ends the process with that run's exit code.
 
     Args:
         example: Its folder, with cold_start.py and config.yaml.
         meaning: What --help says it does.
+        agent: File of the agent that plays its rollouts, as agent.yaml says.
     """
 
     def main(
@@ -286,7 +309,7 @@ def demo(example: Path, meaning: str) -> None:
         options = ["--seed", str(seed), *context.args]
         options += ["--steps", str(cold_start_steps)] if cold_start_steps else []
         done = subprocess.run([sys.executable, example / "cold_start.py", folder, *options], check=False)
-        raise typer.Exit(done.returncode or run(example, folder, runs.resolve(), seed, steps))
+        raise typer.Exit(done.returncode or run(example, folder, runs.resolve(), seed, steps, agent))
 
     main.__doc__ = f"{meaning} Further options, such as --experts 16, are those of cold_start.py."
     app = typer.Typer(add_completion=False)

@@ -1,0 +1,15 @@
+"""The calculator example with an agent: `gspo run` in one process, `gspo agent` with agent.py in another.
+
+Not part of the package: it does what a user would do in two terminals.
+"""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+if __name__ == "__main__":
+    from conversations import demo
+
+    demo(HERE, "Train a small model through an agent that calls it by OpenAI's API.", HERE / "agent.py")
