@@ -20,6 +20,7 @@ from benchmarks.simulated.settings import Settings
 from gspo.common.config.schema import Config
 from gspo.generation.engine.api import (
     Completion,
+    Drafts,
     EngineBrokenError,
     EngineSampling,
     Finish,
@@ -66,7 +67,8 @@ class SimulatedEngine:
     def __init__(
         self, settings: Settings, *, max_num_seqs: int, vocabulary: int, eos: int, key: int, version: int = 0
     ) -> None:
-        self.version, self.is_asleep, self._keys = version, False, {version: key}
+        self.version, self.is_asleep, self.drafts = version, False, Drafts()
+        self._keys = {version: key}
         self._settings, self._max_num_seqs, self._eos = settings, max_num_seqs, eos
         self._answers = Answers(vocabulary, settings.seed)
         self._running: dict[_Request, None] = {}

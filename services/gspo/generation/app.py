@@ -72,5 +72,5 @@ def _app(service: Service, folder: Path, engine: EngineLike, copies: PolicyCopie
         grpc=GrpcApi(
             SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
         ),
-        facts=lambda: {**servicer.facts(), "cards": cards},
+        facts=lambda: {**servicer.facts(), "cards": cards, "drafts": engine.drafts._asdict()},
     )

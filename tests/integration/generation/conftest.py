@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -29,13 +31,19 @@ class SharedEngine:
         return self.folders[-1]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def generator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedEngine]:
-    folder = make_tiny_model(tmp_path_factory.mktemp("policy"), seed=1, scale=4.0)
+@asynccontextmanager
+async def running_engine(root: Path, **generation: Any) -> AsyncIterator[SharedEngine]:
+    """An engine with a small peaked policy, which ends with the block."""
+    folder = make_tiny_model(root, seed=1, scale=4.0)
     copies = PolicyCopies.from_folder(folder, "float32")
-    engine = await Engine.start(
-        engine_arguments(folder, GenerationConfig(max_rollouts=64, kv_cache_gb=0.25), max_model_len=512)
-    )
+    keys = GenerationConfig(max_rollouts=64, kv_cache_gb=0.25, **generation)
+    engine = await Engine.start(engine_arguments(folder, keys, max_model_len=512))
     yield SharedEngine(engine, copies, [folder])
     await engine.stop()
     copies.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def generator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedEngine]:
+    async with running_engine(tmp_path_factory.mktemp("policy")) as shared:
+        yield shared

@@ -12,6 +12,8 @@ from gspo.common.config.fields import FIXED, ON_GPUS, ON_RESUME, FilePath, FreeM
 MICRO_BATCH_TOKENS = 2048
 # A probe took 0.2 of a step of 32 rollouts on a CPU, so this is 0.4 % of the time; larger steps have the same probe.
 MISMATCH_EVERY = 50
+# vLLM checks no more at a time.
+MOST_DRAFT_TOKENS = 128
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -64,6 +66,13 @@ class GenerationConfig(Section):
     )
     save_tokens: PositiveInt = Field(512, description="Most tokens of a rollout that a generator's crash may cost")
     max_rollouts: PositiveInt = Field(256, description="In-flight rollouts of one engine (vLLM's max_num_seqs)")
+    draft_tokens: int = Field(
+        0,
+        ge=0,
+        le=MOST_DRAFT_TOKENS,
+        description="Tokens that are proposed at a time from repetitions in a request, and checked in one pass (n-gram "
+        "speculation). Faster where answers repeat themselves, slower elsewhere; 0: none",
+    )
     kv_cache_gb: PositiveFloat = Field(1.0, description="Memory of the KV cache on the CPU, in GiB")
     threads: int = Field(0, ge=0, description="CPU threads of one engine; 0 takes every core but one")
     push_timeout_s: PositiveFloat = Field(

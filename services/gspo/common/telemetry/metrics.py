@@ -85,6 +85,9 @@ ROLLOUTS_GENERATED = _generation.counter(
     "gspo_rollouts_generated", "Rollouts finished, by outcome", ["outcome", "evaluation"]
 )
 TOKENS_GENERATED = _generation.counter("gspo_tokens_generated", "Policy tokens sampled", ["evaluation"])
+DRAFT_TOKENS = _generation.counter(
+    "gspo_draft_tokens", "Proposed tokens of ended requests, accepted or rejected", ["result"]
+)
 ROLLOUTS_SAVED = _generation.counter("gspo_rollouts_saved", "Saves of in-flight rollouts")
 ROLLOUTS_RESUMED = _generation.counter("gspo_rollouts_resumed", "Partial rollouts resumed from saved tokens")
 ROLLOUTS_PAUSED = _generation.counter("gspo_rollouts_paused", "Rollouts paused until a later version")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from gspo.generation.engine.staging import PolicyCopies
 
@@ -55,6 +55,13 @@ class Completion(Tokens):
     stop_string: str | None = None
 
 
+class Drafts(NamedTuple):
+    """Draft tokens: those that were proposed, and those of them that the policy's sampling accepted."""
+
+    proposed: int = 0
+    accepted: int = 0
+
+
 @dataclass(frozen=True)
 class LoadTimes:
     """Seconds from asking for the pause until the engine stood still, of the load, and until it ran again."""
@@ -69,6 +76,7 @@ class EngineLike(Protocol):
 
     version: int
     is_asleep: bool
+    drafts: Drafts
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
         """One answer to one prompt, or the next piece of one."""

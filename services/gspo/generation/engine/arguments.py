@@ -35,9 +35,8 @@ OWN_ARGS: Mapping[str, str] = {
 
 # Reason -> arguments that would have no effect here, or spoil what a run rests on.
 _REFUSED_BY_REASON: Mapping[str, str] = {
-    "under the log-probs that training needs (logprobs_mode processed_logprobs), n-gram speculation returned wrong "
-    "log-probs for 99 of 360 tokens on a CPU; no other method is tested": (
-        "speculative_config spec_method spec_model spec_tokens per_request_spec_decode_metrics"
+    "set `generation.draft_tokens` for drafts from the request's own tokens; no other method was tested": (
+        "speculative_config spec_method spec_model spec_tokens"
     ),
     "pushed weights lie in the memory of one host, so an engine cannot span several": (
         "nnodes node_rank master_addr master_port ray_workers_use_nsight distributed_timeout_seconds"
@@ -94,7 +93,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
     "vLLM's own metrics, traces and profiles are not collected": (
         "aggregate_engine_logging collect_detailed_traces cudagraph_metrics custom_histogram_buckets "
         "enable_logging_iteration_details enable_mfu_metrics kv_cache_metrics kv_cache_metrics_sample "
-        "otlp_traces_endpoint profiler_config show_hidden_metrics_for_version"
+        "otlp_traces_endpoint per_request_spec_decode_metrics profiler_config show_hidden_metrics_for_version"
     ),
     "`gspo run` gives each generator its GPUs, CUDA_VISIBLE_DEVICES where you start it": "device_ids",
 }

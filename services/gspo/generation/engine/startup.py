@@ -44,7 +44,7 @@ def check_values(config: Config, folder: Path) -> None:
     """Have vLLM check the arguments without starting it; takes seconds.
 
     Raises:
-        InputError: vLLM refuses one.
+        InputError: vLLM refuses one, or the model cannot have drafts.
     """
     with _as_input_error(config, folder):
         _arguments(config, folder).create_engine_config()
@@ -64,7 +64,7 @@ async def start_engine(config: Config, folder: Path, process: ForkedProcess | No
 
 
 def _arguments(config: Config, folder: Path) -> AsyncEngineArgs:
-    return engine_arguments(
+    arguments = engine_arguments(
         folder,
         config.generation,
         max_model_len=config.algorithm.longest_branch,
@@ -72,6 +72,14 @@ def _arguments(config: Config, folder: Path) -> AsyncEngineArgs:
         trust_remote_code=config.model.trust_remote_code,
         sleeps=config.placement == "shared",
     )
+    if config.generation.draft_tokens and arguments.create_model_config().has_inner_state:
+        raise InputError(
+            "generation.draft_tokens",
+            f"{config.generation.draft_tokens} is refused for {folder}: its layers keep a state (as Mamba's do) that "
+            "rejected drafts would stay in; vLLM's issue 39273 shows wrong answers",
+            "Leave it out, or take a model with attention in all layers",
+        )
+    return arguments
 
 
 @contextmanager
@@ -80,7 +88,8 @@ def _as_input_error(config: Config, folder: Path) -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError) as error:
         reason = " ".join(str(error).split()).partition(" [type=")[0]
-        arguments = ", ".join(f"{name}: {value!r}" for name, value in config.generation.engine.items())
+        drafts = {"draft_tokens": config.generation.draft_tokens} if config.generation.draft_tokens else {}
+        arguments = ", ".join(f"{name}: {value!r}" for name, value in (drafts | config.generation.engine).items())
         raise InputError(
             "generation.engine",
             f"vLLM refuses {arguments or 'no arguments'} for {folder}: {reason}",

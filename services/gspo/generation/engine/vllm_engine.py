@@ -20,6 +20,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.v1.engine import PauseMode
 from vllm.v1.engine import utils as vllm_processes
@@ -28,8 +29,10 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.host.machine import GIB
+from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import (
     Completion,
+    Drafts,
     EngineBrokenError,
     EngineSampling,
     LoadFailedError,
@@ -39,7 +42,7 @@ from gspo.generation.engine.api import (
 )
 from gspo.generation.engine.process import CPU_ENVIRONMENT, ForkedProcess
 from gspo.generation.engine.staging import PolicyCopies, PolicyCopy
-from gspo.generation.engine.vllm_requests import completion_of, sampling_params, version_of_each
+from gspo.generation.engine.vllm_requests import completion_of, cut_by, drafts_of, sampling_params, version_of_each
 from gspo.generation.engine.weights import BACKEND
 
 # On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
@@ -54,6 +57,8 @@ GPU_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 _DISCARD_ALL = 2
 # vLLM's names of the memory that it gives back.
 _WEIGHTS, _KV = "weights", "kv_cache"
+# Tokens at the end of a request that are looked up in it for drafts: the longest run that occurs earlier, within these.
+_LEAST_LOOKUP, _MOST_LOOKUP = 2, 5
 T = TypeVar("T")
 
 
@@ -62,10 +67,11 @@ class Engine:
 
     Attributes:
         is_asleep: Whether its weights and its KV cache are away, from the beginning of `sleep` to the end of `wake`.
+        drafts: Draft tokens of the requests that have ended, without the aborted ones.
     """
 
     def __init__(self, llm: AsyncLLM, version: int) -> None:
-        self.version, self.is_asleep = version, False
+        self.version, self.is_asleep, self.drafts = version, False, Drafts()
         self._llm = llm
         self._broken: str | None = None
         self._num_loads = 0
@@ -103,11 +109,14 @@ class Engine:
         # A request that is sent while the weights change would carry the salt of the old ones into the new.
         await self._serving.wait()
         self._raise_if_broken()
+        if self._llm.vllm_config.speculative_config is not None and (key := cut_by(sampling)):
+            raise ValueError(f"request {request_id} refused: {key} is not supported with generation.draft_tokens")
         num_restarts = self._num_restarts
         prompt = tokens_input(prompt_token_ids, cache_salt=str(self._num_loads))
         try:
             async for output in self._llm.generate(prompt, sampling_params(sampling), request_id):
                 completion = completion_of(output.outputs[0])
+                self._count_drafts(output.outputs[0])
                 ended_by_load = completion.finish == "aborted" and self._num_restarts > num_restarts
                 return replace(completion, finish="restart") if ended_by_load else completion
         except VLLMClientError as error:
@@ -115,6 +124,12 @@ class Engine:
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._break(f"vLLM failed while generating: {error!r}") from error
         raise EngineBrokenError(f"vLLM ended request {request_id} without an output")
+
+    def _count_drafts(self, output: CompletionOutput) -> None:
+        proposed, accepted = drafts_of(output)
+        self.drafts = Drafts(self.drafts.proposed + proposed, self.drafts.accepted + accepted)
+        metrics.DRAFT_TOKENS.labels("accepted").inc(accepted)
+        metrics.DRAFT_TOKENS.labels("rejected").inc(proposed - accepted)
 
     def num_sampled(self, request_id: str) -> int:
         """Tokens that a running request has sampled so far; 0 for an unknown request."""
@@ -340,11 +355,24 @@ def engine_arguments(
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         enable_prefix_caching=True,
         max_num_seqs=generation.max_rollouts,
+        **_draft_arguments(generation.draft_tokens),
         trust_remote_code=trust_remote_code,
         load_format="safetensors",
         disable_log_stats=True,
         **{**own, **generation.engine},
     )
+
+
+def _draft_arguments(draft_tokens: int) -> dict[str, Any]:
+    """vLLM's arguments for drafts from a request's own earlier tokens (n-gram speculation); none for 0."""
+    if not draft_tokens:
+        return {}
+    ngram = {"method": "ngram", "prompt_lookup_min": _LEAST_LOOKUP, "prompt_lookup_max": _MOST_LOOKUP}
+    return {
+        "speculative_config": ngram | {"num_speculative_tokens": draft_tokens},
+        # Of each request, since vLLM's own metrics are not collected.
+        "per_request_spec_decode_metrics": "summary",
+    }
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
-from gspo.generation.engine.api import Completion, EngineSampling, Finish
+from gspo.generation.engine.api import Completion, Drafts, EngineSampling, Finish
 
 _FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
@@ -31,6 +31,15 @@ def sampling_params(sampling: EngineSampling) -> SamplingParams:
     )
 
 
+def cut_by(sampling: EngineSampling) -> str:
+    """The parameter that cuts the distribution; empty where none does.
+
+    With draft tokens vLLM takes no min_p, and top_k ends its process at a step in which no request has a draft.
+    """
+    off = EngineSampling(sampling.max_tokens)
+    return next((key for key in ("top_p", "top_k", "min_p") if getattr(sampling, key) != getattr(off, key)), "")
+
+
 def completion_of(output: CompletionOutput) -> Completion:
     """vLLM's answer with log-prob and version of each token."""
     token_ids = list(output.token_ids)
@@ -38,6 +47,13 @@ def completion_of(output: CompletionOutput) -> Completion:
     stop_string = output.stop_reason if isinstance(output.stop_reason, str) else None
     finish: Finish = "stop_string" if stop_string is not None else _FINISH[output.finish_reason]
     return Completion(token_ids, list(output.logprobs.logprobs), version, finish, stop_string)
+
+
+def drafts_of(output: CompletionOutput) -> Drafts:
+    """The draft tokens of an answer; vLLM counts none for an aborted one."""
+    if (counts := output.spec_decode_metrics) is None:
+        return Drafts()
+    return Drafts(counts.num_draft_tokens, sum(accepted * steps for accepted, steps in enumerate(counts.histogram)))
 
 
 def version_of_each(spans: list[WeightVersionSpan] | None) -> list[int]:

@@ -45,6 +45,10 @@ _EXPECTED = (
     "Reset SSM cache type",
     # Of every sleep and wake under placement: shared.
     "sleep mode is not supported on CPU",
+    # Of generation.draft_tokens: vLLM refuses a request with one of the two, and schedules one step at a time.
+    "min_p and logit_bias parameters won't work with speculative decoding",
+    "Async scheduling not supported with ngram-based",
+    "max_num_scheduled_tokens is set to",
     # After every push: its table is computed, and no checkpoint holds it.
     "RotaryEmbedding: Failed to load weights",
 )
@@ -76,6 +80,14 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
 
     init_info_cls = NoInitInfo
     update_info_cls = SharedPolicy
+
+    def __init__(self, *arguments: Any) -> None:
+        """vLLM calls it when the model is there, before the first request."""
+        super().__init__(*arguments)
+        if self.vllm_config.speculative_config is not None and current_platform.is_cpu():
+            from gspo.generation.engine.draft_kernels import repair_kernels  # here: it loads vLLM's sampler
+
+            repair_kernels()
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Nothing to open."""
