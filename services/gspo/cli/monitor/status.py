@@ -134,7 +134,7 @@ class StatusPage:
             return Group(*parts, Text(describe_end(run_dir, view.step)))
         if message := disk_full_message(run_dir):
             parts.append(Text(message, "yellow"))
-        return Group(*parts, "", *instance_parts(instances, usage), *shift_lines(instances))
+        return Group(*parts, "", *instance_parts(instances, usage), *shift_lines(instances), *draft_lines(instances))
 
     def _history(self) -> View:
         """The view of the current log, under the current configuration: a resume may have changed it."""
@@ -183,6 +183,15 @@ def shift_lines(instances: Iterable[Instance]) -> list[str]:
     """The present user of shared cards, and since when; nothing where no cards are shared."""
     shifts = [shift for instance in instances if (shift := instance.facts.get("shift"))]
     return [f"{_card_users(shift)}, for {time.time() - shift['since_unix_s']:.0f} s" for shift in shifts]
+
+
+def draft_lines(instances: Iterable[Instance]) -> list[str]:
+    """The share of draft tokens that was accepted by each generator since its start; nothing without drafts."""
+    proposed = {i.name: drafts for i in instances if (drafts := i.facts.get("drafts")) and drafts["proposed"]}
+    return [
+        f"{name}: {drafts['accepted'] / drafts['proposed']:.0%} of {drafts['proposed']:,} draft tokens were accepted"
+        for name, drafts in proposed.items()
+    ]
 
 
 def _card_users(shift: Mapping[str, Any]) -> str:

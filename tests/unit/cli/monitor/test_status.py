@@ -71,6 +71,21 @@ def test_the_page_says_who_has_shared_cards(
     assert re.fullmatch(expected, line)
 
 
+def test_the_page_says_how_many_drafts_were_accepted(config: Config, tmp_path: Path) -> None:
+    write_log(tmp_path, {1: [None]})
+    running = config.with_keys(services={"redis_url": "redis://127.0.0.1/0"})
+    write_config(running, tmp_path / "config.yaml")
+    console = Console(file=io.StringIO(), width=200)
+    counts = {"generation-0": (4000, 1000), "generation-1": (0, 0)}
+    generators = [
+        replace(learner(), service="generation", name=name, facts={"drafts": {"proposed": proposed, "accepted": taken}})
+        for name, (proposed, taken) in counts.items()
+    ]
+    console.print(StatusPage(tmp_path, running).draw([learner(), *generators]))
+    lines = [line for line in console.file.getvalue().splitlines() if "draft" in line]
+    assert lines == ["generation-0: 25% of 4,000 draft tokens were accepted"]
+
+
 @pytest.mark.parametrize("width", [80, 100, 130, 10_000])
 @pytest.mark.parametrize("used", [None, {}])
 def test_names_and_addresses_are_whole_in_every_terminal(width: int, used: dict[str, ProcessUsage] | None) -> None:
