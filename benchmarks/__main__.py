@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from benchmarks import DOCS, RESULTS
 from benchmarks.chaos.arithmetic import chaos_engines
 from benchmarks.chaos.command import chaos
+from benchmarks.engine.draft_rates import DRAFTS
 from benchmarks.engine.token_rate import ENGINE
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.page import write_page
@@ -37,7 +38,7 @@ from benchmarks.system.step_rate import SYSTEM
 from benchmarks.tails.long_answers import TAIL
 from gspo.cli.processes.exit_codes import RunError
 
-SECTIONS = (ENGINE, LEARNER, LOGPROBS, START, SYSTEM, TAIL, PIPELINE, REWARD, LEARNING, PUSH)
+SECTIONS = (ENGINE, DRAFTS, LEARNER, LOGPROBS, START, SYSTEM, TAIL, PIPELINE, REWARD, LEARNING, PUSH)
 _NAMES = ", ".join(section.name for section in SECTIONS)
 _BUSY_SHARE = 0.1
 console = Console()

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import DOCS
 from benchmarks.__main__ import SECTIONS, app
+from benchmarks.engine.draft_rates import DRAFTS
 from benchmarks.engine.token_rate import ENGINE
 from benchmarks.harness.page import GENERATED, write_page
 from benchmarks.harness.section import PageSection
@@ -81,6 +82,14 @@ def test_the_service_is_compared_with_bare_vllm() -> None:
     (rates,) = tables(ENGINE, ENGINES)
     assert rates[-1] == ["our service, fixed, float32", "6,000", "3.00", "75%", "94%", "30"]
     assert rates[1][3:5] == ["-", "-"]
+
+
+def test_an_engine_with_drafts_is_compared_with_one_without() -> None:
+    rate = {"temperature": 0.1, "in_flight": 8, "tokens_per_s": [[1000.0, 2000.0], [2000.0, 3000.0], [1000.0, 1000.0]]}
+    cases = [{"rounds": 3, "rates": [rate | {"accepted_share": 0.75}, rate | {"accepted_share": None}]}]
+    ((_, some, none),) = tables(DRAFTS, {"drafts": cases})
+    assert some == ["0.1", "8", "1,000", "2,000", "1.50", "1.00 to 2.00", "75%"]
+    assert none[-1] == "-"
 
 
 def test_a_step_is_compared_with_the_fastest_engine_and_learner_alone() -> None:
