@@ -221,3 +221,10 @@ def test_a_model_whose_layers_keep_a_state_is_refused(tmp_path: Path) -> None:
     config = make_run(tmp_path, tmp_path, generation={"draft_tokens": DRAFT_TOKENS})
     with pytest.raises(InputError, match=r"draft_tokens: 4 is refused for .*: its layers keep a state"):
         check_values(config, tmp_path)
+
+
+def test_asynchronous_scheduling_is_refused(drafting: SharedEngine, tmp_path: Path) -> None:
+    keys = {"draft_tokens": DRAFT_TOKENS, "engine": {"async_scheduling": True}}
+    config = make_run(tmp_path, drafting.folder, generation=keys)
+    with pytest.raises(InputError, match="vLLM refuses draft_tokens: 4, async_scheduling: True"):
+        check_values(config, drafting.folder)
