@@ -80,6 +80,22 @@ def test_a_plan_counts_the_model_and_writes_its_configuration(
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
 
 
+def test_a_teacher_takes_memory_and_time_of_the_learner(
+    model: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    alone, taught = (
+        planned(environment, model, "--gpus", 16, "--gpu-memory", 80, *options)
+        for options in ((), ("--teacher", model, "--write", file))
+    )
+    assert taught["model"]["teacher"] == alone["model"]
+    assert taught["rank"]["teacher"] > 0 == alone["rank"]["teacher"]
+    assert read_config(file).teacher.path == str(model)
+    assert taught["slow"]["step_s"] > alone["slow"]["step_s"]
+    shown = call(environment, model, "--teacher", model, "--gpus", 16, "--gpu-memory", 80).stdout
+    assert "a teacher of 8.19 B" in shown and re.search(r"^ *teacher +\d", shown, re.MULTILINE)
+
+
 def test_tables_name_the_source_of_each_rate(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
     results = tmp_path / "gpu.json"
     rates = {"train_flops_share": 0.5, "decode_bytes_share": 0.6}

@@ -29,6 +29,7 @@ Groups = Annotated[int, typer.Option(min=1, help="Prompts in a step.")]
 GroupSize = Annotated[int, typer.Option(min=1, help="Rollouts of a prompt.")]
 MaxLag = Annotated[int, typer.Option(min=0, max=64, help="staleness.max_lag.")]
 OnStale = Annotated[str, typer.Option(help="staleness.on_stale: wait, drop or mask.")]
+Teacher = Annotated[Path | None, typer.Option(help="Folder of a teacher's config.json, as teacher.path.")]
 LoraRank = Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")]
 AnswerTokens = Annotated[
     float | None, typer.Option(min=1, help="Mean tokens of an answer; a quarter of the longest by default.")
@@ -53,6 +54,7 @@ def plan(
     max_lag: MaxLag = 1,
     on_stale: OnStale = "wait",
     lora: LoraRank = 0,
+    teacher: Teacher = None,
     answer_tokens: AnswerTokens = None,
     prompt_tokens: PromptTokens = None,
     rates: RatesFile = None,
@@ -87,6 +89,7 @@ def plan(
         max_lag=max_lag,
         on_stale=on_stale,
         lora_rank=lora,
+        teacher=teacher,
         mean_answer=answer_tokens,
         mean_prompt=prompt_tokens,
         results=rates,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
@@ -31,6 +32,7 @@ class PlanRequest:
         cards_per_host: At most; more cards are on several hosts.
         host_gib: Of each host's own memory; None is assumed (host_memory.py).
         context: Tokens of the longest rollout, prompt and answer.
+        teacher: Folder of a frozen model that the learner loads beside the policy; its config.json is enough.
         mean_answer, mean_prompt: Tokens; None is assumed (rollout_lengths.py).
         results: Of `make gpu-test`, with measured rates.
     """
@@ -47,6 +49,7 @@ class PlanRequest:
     max_lag: int = 1
     on_stale: str = "wait"
     lora_rank: int = 0
+    teacher: Path | None = None
     mean_answer: float | None = None
     mean_prompt: float | None = None
     results: Path | None = None
@@ -83,6 +86,7 @@ def planned_request(request: PlanRequest, profile: ModelProfile, machine: Machin
 
 def base_config(request: PlanRequest) -> Config:
     """The configuration of a request before the search."""
+    teacher = None if request.teacher is None else str(request.teacher.resolve())
     prompt_length = min(_PROMPT_LENGTH, request.context // _PROMPT_SHARE)
     return parse_config(
         {
@@ -99,7 +103,13 @@ def base_config(request: PlanRequest) -> Config:
             "staleness": {"max_lag": request.max_lag, "on_stale": request.on_stale},
             "learner": {"lora": {"rank": request.lora_rank}},
             "run": {"total_steps": 100},
+            **teacher_keys(teacher, trust_remote_code=request.trust_remote_code),
         },
         base=Path.cwd(),
         source="gspo plan",
     )
+
+
+def teacher_keys(path: str | None, *, trust_remote_code: bool) -> dict[str, Any]:
+    """The section `teacher` of a plan; none without one."""
+    return {} if path is None else {"teacher": {"path": path, "trust_remote_code": trust_remote_code}}

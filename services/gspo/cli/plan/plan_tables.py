@@ -34,8 +34,10 @@ def print_plan(planned: Planned, console: Console) -> None:
     plan, machine, learner = planned.plan, planned.machine, planned.plan.config.learner
     parallel = parallel_cards(plan.config)
     shifts = ", in shifts on the same cards (placement: shared)" if plan.config.placement == "shared" else ""
+    teacher = planned.profile.teacher
+    beside = "" if teacher is None else f", and a teacher of {teacher.num_parameters / 1e9:.3g} B,"
     console.print(
-        f"{planned.request.model}: {planned.profile.num_parameters / 1e9:.3g} B parameters on "
+        f"{planned.request.model}: {planned.profile.num_parameters / 1e9:.3g} B parameters{beside} on "
         f"{planned.request.num_cards} x {machine.card.name}, {machine.memory_bytes / GIB:.0f} GiB each. It fits: "
         f"{counted(plan.ranks, 'rank')} of the learner, {counted(plan.replicas, 'generator')} on "
         f"{counted(parallel, 'card')} each{shifts}.",
@@ -64,6 +66,7 @@ def memory_rows(planned: Planned) -> list[tuple[str, str, str]]:
         ("gradients", rank.gradients, None),
         ("optimizer", rank.optimizer, None),
         ("reference", rank.reference, None),
+        ("teacher", rank.teacher or None, None),
         ("buckets", rank.buckets, None),
         ("activations", rank.activations, generator.working),
         ("output layer", rank.output_layer, None),

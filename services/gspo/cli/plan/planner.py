@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from gspo.cli.plan.plan_request import PROMPTS, REWARD, Planned, PlanRequest, machine_of, planned_request
+from gspo.cli.plan.plan_request import (
+    PROMPTS,
+    REWARD,
+    Planned,
+    PlanRequest,
+    machine_of,
+    planned_request,
+    teacher_keys,
+)
 from gspo.cli.plan.refusal import does_not_fit
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import visible_gpus
-from gspo.common.planning.model_profile import profile_model
+from gspo.common.planning.model_profile import ModelProfile, profile_model
 from gspo.common.planning.rates import find_card, rates_of
 
 _K = 1024
@@ -29,17 +38,25 @@ def make_plan(request: PlanRequest) -> Planned:
     """
     card = find_card(request.card, request.card_gb)
     machine = machine_of(request, card, rates_of(card, request.results))
-    profile = profile_model(request.model, trust_remote_code=request.trust_remote_code)
-    if 0 < profile.max_positions < request.context:
-        raise InputError(
-            "--context",
-            f"{request.context} tokens, and the model reads at most {profile.max_positions} (max_position_embeddings)",
-            f"Set it to at most {profile.max_positions}",
-        )
+    profile = _profile_for(request, request.model, "the model")
+    if request.teacher is not None:
+        profile = replace(profile, teacher=_profile_for(request, request.teacher, "the teacher"))
     planned = planned_request(request, profile, machine)
     if isinstance(planned, Planned):
         return planned
     raise does_not_fit(request, profile, machine, planned)
+
+
+def _profile_for(request: PlanRequest, folder: Path, name: str) -> ModelProfile:
+    """The profile of a model that reads the request's context."""
+    profile = profile_model(folder, trust_remote_code=request.trust_remote_code)
+    if 0 < profile.max_positions < request.context:
+        raise InputError(
+            "--context",
+            f"{request.context} tokens, and {name} reads at most {profile.max_positions} (max_position_embeddings)",
+            f"Set it to at most {profile.max_positions}",
+        )
+    return profile
 
 
 def cards_here() -> tuple[str | None, int]:
@@ -101,4 +118,5 @@ def plan_keys(config: Config) -> dict[str, Any]:
         "generation": {"dtype": generation.dtype, "replicas": generation.replicas, "engine": dict(generation.engine)},
         "learner": {name: getattr(learner, name) for name in (*chosen, "sequence_ranks")} | lora,
         "run": {"total_steps": config.run.total_steps},
+        **teacher_keys(config.teacher.path, trust_remote_code=config.teacher.trust_remote_code),
     }

@@ -9,6 +9,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, Gpu, free_memory
 from gspo.common.model.files import model_folder, read_model_files
+from gspo.common.model.teacher_files import teacher_folder
 from gspo.common.model.trained_parameters import trained_size
 from gspo.common.planning.host_memory import PROCESSES_GIB
 from gspo.common.planning.longest import engine_share, kept_by_generators
@@ -53,7 +54,11 @@ def read_planned_model(config: Config) -> PlannedModel | None:
     except InputError:
         return None
     try:
-        return PlannedModel(size, profile_model(folder, trust_remote_code=config.model.trust_remote_code))
+        profile = profile_model(folder, trust_remote_code=config.model.trust_remote_code)
+        if config.teacher.path is not None:
+            trusted = config.teacher.trust_remote_code
+            profile = replace(profile, teacher=profile_model(teacher_folder(config), trust_remote_code=trusted))
+        return PlannedModel(size, profile)
     except InputError:
         return PlannedModel(size, None)
 

@@ -42,6 +42,7 @@ class ModelProfile:
         saved_bytes: Bytes that the forward pass saves for the backward pass, without gradient checkpointing and
             without the output layer: dtype of the products -> (of each micro-batch, of each token).
         shares_lines: Whether ranks can share packed lines.
+        teacher: Of the frozen model that the learner loads beside this one (teacher.path).
     """
 
     model_type: str
@@ -59,6 +60,7 @@ class ModelProfile:
     max_positions: int
     saved_bytes: dict[str, tuple[float, float]]
     shares_lines: bool = True
+    teacher: ModelProfile | None = None
 
     @property
     def is_mixture(self) -> bool:
@@ -92,6 +94,8 @@ class ModelProfile:
             flops = fields.pop("flops")
             attention = {int(window): width for window, width in flops.pop("attention").items()}
             saved = {dtype: (fixed, a_token) for dtype, (fixed, a_token) in fields.pop("saved_bytes").items()}
+            teacher = fields.pop("teacher", None)
+            fields["teacher"] = teacher and cls.from_json(json.dumps(teacher))
             return cls(**fields, flops=ModelFlops(**flops, attention=attention), saved_bytes=saved)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{line[:80]!r} is no profile") from error

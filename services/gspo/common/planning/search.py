@@ -6,7 +6,7 @@ Pure functions: they read no file and look at no machine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import log, sqrt
 
@@ -260,9 +260,12 @@ def _needs(
 
 
 def trained_size_of(config: Config, profile: ModelProfile) -> TrainedSize:
-    """The size of a profiled model; adapters (LoRA) are those of all linear layers."""
-    rank = config.learner.lora.rank
-    return TrainedSize(profile.num_parameters, rank * profile.num_adapted if rank else profile.num_parameters)
+    """The size of a profiled model and its teacher; adapters (LoRA) are those of all linear layers."""
+    rank, teacher = config.learner.lora.rank, profile.teacher
+    size = TrainedSize(profile.num_parameters, rank * profile.num_adapted if rank else profile.num_parameters)
+    if teacher is None:
+        return size
+    return replace(size, num_teacher=teacher.num_parameters, num_teacher_rounded=teacher.num_rounded)
 
 
 def _step_s(plan: Plan) -> float:

@@ -115,8 +115,8 @@ def learner_times(
 def training_flops(config: Config, profile: ModelProfile, lengths: RolloutLengths) -> float:
     """Operations of one step: 2 for each parameter and token forward, 4 backward, and attention (planning/flops.py).
 
-    Gradient checkpointing repeats the layers' forward pass. Old log-probs and a reference add one forward pass each.
-    A teacher is not counted.
+    Gradient checkpointing repeats the layers' forward pass. Old log-probs and a reference add one forward pass each, a
+    teacher that the learner loads one of its own.
     """
     model, algorithm = profile.flops_under(config.learner.lora.rank), config.algorithm
     extra = (algorithm.old_logprobs == "recompute") + bool(algorithm.needs_reference)
@@ -127,6 +127,8 @@ def training_flops(config: Config, profile: ModelProfile, lengths: RolloutLength
         repeated = model.forward(length, 0) if config.learner.gradient_checkpointing else 0.0
         passes = model.forward(length, predicted) + model.backward(length, predicted) + repeated
         total += passes * algorithm.ppo_epochs + extra * model.forward(length, predicted)
+        if profile.teacher is not None:
+            total += profile.teacher.flops.forward(length, predicted)
     return total / len(answers) * algorithm.num_rollouts
 
 
@@ -164,11 +166,14 @@ def _exchange(
 
     Under ZeRO 3 each micro-batch gathers the weights for its forward and its backward pass and reduces the gradients;
     under ZeRO 2 it reduces them. Else each optimizer step does, and under ZeRO 1 and 2 it gathers the new weights.
+    A teacher's weights are gathered for its forward pass under ZeRO 3.
     """
     stage, updates = config.learner.zero_stage, _updates(config)
     gradients = FLOAT32_BYTES * size.num_trained
     if stage >= _DIVIDED_WEIGHTS:
-        amount = passes * (_BACKWARD_PASSES * gathered_bytes(config, profile) + gradients)
+        gathered = _BACKWARD_PASSES * gathered_bytes(config, profile)
+        gathered += gathered_bytes(config, profile.teacher) if profile.teacher is not None else 0
+        amount = passes * (gathered + gradients)
     elif stage >= _DIVIDED_GRADIENTS:
         amount = passes * gradients + updates * gradients
     else:
@@ -189,10 +194,15 @@ def _exchanged_heads(
         return Seconds(0.0, 0.0)
     extra = (algorithm.old_logprobs == "recompute") + bool(algorithm.needs_reference)
     passes = (2 + config.learner.gradient_checkpointing) * algorithm.ppo_epochs + extra
-    a_token = 2 * sum(profile.flops.attention.values()) + profile.num_kv * max(1, shared / profile.num_kv_heads)
+    a_token = passes * _heads_of_token(profile, shared)
+    a_token += _heads_of_token(profile.teacher, shared) if profile.teacher is not None else 0
     tokens = algorithm.num_rollouts * (lengths.prompt + lengths.mean()) / ranks
-    num_bytes = passes * tokens * a_token * DTYPE_BYTES[config.learner.dtype]
-    return _collective(num_bytes, shared, machine)
+    return _collective(tokens * a_token * DTYPE_BYTES[config.learner.dtype], shared, machine)
+
+
+def _heads_of_token(profile: ModelProfile, shared: int) -> float:
+    """Elements of queries, keys, values and the attention's output that one token of a shared line has."""
+    return 2 * sum(profile.flops.attention.values()) + profile.num_kv * max(1, shared / profile.num_kv_heads)
 
 
 def _host_copies(config: Config, size: TrainedSize, passes: int, ranks: int, machine: Machine) -> Seconds:
@@ -208,7 +218,7 @@ def _host_copies(config: Config, size: TrainedSize, passes: int, ranks: int, mac
 
 
 def gathered_bytes(config: Config, profile: ModelProfile) -> int:
-    """Bytes of the whole policy as the ranks gather it for a pass under ZeRO 3.
+    """Bytes of a whole model as the ranks gather it for a pass under ZeRO 3.
 
     Linear layers and experts come in the dtype of the products, other weights in float32.
     """

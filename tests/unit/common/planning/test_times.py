@@ -90,6 +90,36 @@ def test_ranks_that_share_a_line_exchange_its_heads() -> None:
     assert shared.exchange.low > 3 * alone.exchange.low
 
 
+def test_a_teacher_reads_every_token_forward_and_is_gathered() -> None:
+    """A teacher of the policy's size costs what recomputed old log-probs cost. Under ZeRO 3 its weights come for each
+    micro-batch, once.
+    """
+    cards = machine(train_flops_share=0.5, gather_bytes_s=1e9)
+    keys = {"zero_stage": 3, "dtype": "bfloat16", "micro_batch_tokens": 8192, "sequence_ranks": 2}
+    config = CONFIG.with_keys(learner=keys)
+    recomputing = config.with_keys(algorithm={"old_logprobs": "recompute"})
+    alone, taught, recomputed = (
+        learner_times(config, profile, trained_size_of(config, profile), LENGTHS, 4, cards)
+        for config, profile in (
+            (config, QWEN3_8B),
+            (config, replace(QWEN3_8B, teacher=QWEN3_8B)),
+            (recomputing, QWEN3_8B),
+        )
+    )
+    assert alone.products.low < taught.products.low == pytest.approx(recomputed.products.low)
+    assert alone.heads.low < taught.heads.low == pytest.approx(recomputed.heads.low)
+    larger = published_models()["Qwen3-32B"]
+    profile = replace(QWEN3_8B, teacher=larger)
+    size = trained_size_of(config, profile)
+    assert (size.num_teacher, size.num_teacher_rounded) == (larger.num_parameters, larger.num_rounded)
+    both = learner_times(config, profile, size, LENGTHS, 4, cards)
+    assert both.products.low > 3 * taught.products.low - 2 * alone.products.low
+    gathered = 2 * larger.num_rounded + 4 * (larger.num_parameters - larger.num_rounded)
+    tokens = config.algorithm.num_rollouts * (LENGTHS.prompt + LENGTHS.mean())
+    passes = math.ceil(tokens / (2 * 8192))
+    assert both.exchange.low - alone.exchange.low == pytest.approx(3 / 4 * passes * gathered / 1e9)
+
+
 def test_offload_copies_for_each_micro_batch() -> None:
     size, cards = trained_size_of(CONFIG, QWEN3_8B), machine(to_host_bytes_s=10e9)
     keys = {"zero_stage": 3, "offload": "optimizer", "micro_batch_tokens": 8192}
