@@ -683,6 +683,7 @@ class Score(_message.Message):
     FAILURE_KIND_FIELD_NUMBER: _builtins.int
     TAKEN_UNIX_S_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    TEACHER_LOGP_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     failure: _builtins.str
     version: _builtins.str
@@ -701,6 +702,10 @@ class Score(_message.Message):
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """of the calls that it waited for, by function"""
 
+    @_builtins.property
+    def teacher_logp(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of each token after the prompt, by a teacher at an address; else empty"""
+
     def __init__(
         self,
         *,
@@ -713,10 +718,11 @@ class Score(_message.Message):
         failure_kind: _builtins.str = ...,
         taken_unix_s: _builtins.float = ...,
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        teacher_logp: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "result", b"result", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "failure_kind", b"failure_kind", "parts", b"parts", "result", b"result", "reward", b"reward", "scored_unix_s", b"scored_unix_s", "scorer", b"scorer", "seconds", b"seconds", "taken_unix_s", b"taken_unix_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "failure_kind", b"failure_kind", "parts", b"parts", "result", b"result", "reward", b"reward", "scored_unix_s", b"scored_unix_s", "scorer", b"scorer", "seconds", b"seconds", "taken_unix_s", b"taken_unix_s", "teacher_logp", b"teacher_logp", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["reward", "failure"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015

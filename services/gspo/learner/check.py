@@ -35,6 +35,7 @@ from gspo.common.model.heads import heads_divide, shares_lines
 from gspo.common.model.memory_needs import check_fits, learner_bytes
 from gspo.common.model.mixtures import has_experts, replays_experts
 from gspo.common.model.teacher_files import check_same_tokens, naming_teacher, read_teacher_files, teacher_folder
+from gspo.common.model.teacher_server import check_teacher_server
 from gspo.common.model.trained_parameters import layers_of, trained_size
 from gspo.common.planning.memory import learner_host_bytes
 from gspo.learner.objective.loss_file import check_own_loss
@@ -66,8 +67,10 @@ def check(config: Config) -> None:
     _check_model(config, folder, files)
     _check_routing(config, files.config)
     _check_adapters(config.learner, folder, files)
-    if config.teacher.used:
+    if config.teacher.path is not None:
         _check_teacher(config, folder, files)
+    if config.teacher.address is not None and not own_rank():
+        check_teacher_server(config, folder, _text_config(files.config).get("vocab_size"))
     _check_memory(config, files)
     if not own_rank():
         check_own_loss(config)

@@ -274,6 +274,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _sources_can_be_trained(self) -> Config:
         self.teacher.check_rewards(self.algorithm)
+        self.teacher.check_temperature(self.sampling.temperature)
         check_sources(self)
         return self
 

@@ -1,17 +1,18 @@
 """The section `teacher`: a frozen larger model whose log-probs of the sampled tokens train the policy.
 
-On-policy distillation. gspo_core has the formulas, the learner loads the model.
+On-policy distillation. gspo_core has the formulas; the learner loads the model, or the reward service asks a server.
 """
 
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, model_validator
 
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.common.config.fields import ModelPath, Section
-from gspo.common.errors import ConfigError
+from gspo.common.config.fields import HTTP_ADDRESS, ON_RESUME, ModelPath, Section
+from gspo.common.errors import NO_VALUE, ConfigError
 
 # Keys of algorithm that only change rewards, and those that only change the use of advantages.
 _OF_REWARDS = ["reward_norm", "reward_shift", "reward_scale", "reward_clip", "filter_zero_spread", "overlong_buffer"]
@@ -19,13 +20,28 @@ _OF_ADVANTAGES = [
     *("importance_sampling", "objective", "pg_clip", "pg_clip_low", "pg_clip_high", "dual_clip_loss"),
     *("pg_clip_reference_length", "gamma", "whiten_advantages", "advantage_clip"),
 ]
+_OF_FILES, _OF_SERVER = ("trust_remote_code", "allow_pickle"), ("model", "timeout_s")
 
 
 class TeacherConfig(Section):
-    """A larger model that the policy learns from on its own answers; without a path there is none."""
+    """A larger model that the policy learns from on its own answers; without path and address there is none."""
 
     path: ModelPath | None = Field(
         None, description="Folder of the teacher, a Hugging Face model with the policy's tokens, or its name on a hub"
+    )
+    address: str | None = Field(
+        None,
+        pattern=HTTP_ADDRESS,
+        description="URL of a vLLM server (`vllm serve TEACHER`), such as http://teacher:8000, in place of path. The "
+        "reward service asks it; the key is in GSPO_TEACHER_API_KEY, if it wants one",
+        json_schema_extra=ON_RESUME,
+    )
+    model: str | None = Field(None, description="Name of the teacher at its address, as `/v1/models` lists it")
+    timeout_s: PositiveFloat = Field(
+        600.0,
+        description="Longest that the address may take for one answer's log-probs, all tries together; then the run "
+        "ends, and can be resumed",
+        json_schema_extra=ON_RESUME,
     )
     coef: PositiveFloat = Field(1.0, description="Factor of the KL to the teacher")
     kl_in: Literal["advantage", "loss"] = Field(
@@ -42,7 +58,7 @@ class TeacherConfig(Section):
     @property
     def used(self) -> bool:
         """Whether there is a teacher."""
-        return self.path is not None
+        return self.path is not None or self.address is not None
 
     @property
     def trains_by_loss_alone(self) -> bool:
@@ -52,8 +68,46 @@ class TeacherConfig(Section):
     @model_validator(mode="after")
     def _keys_are_of_a_teacher(self) -> TeacherConfig:
         if not self.used:
-            self.check_defaults("belongs to a teacher, and there is none", "Set teacher.path")
+            self.check_defaults("belongs to a teacher, and there is none", "Set teacher.path or teacher.address")
+            return self
+        if self.path is not None and self.address is not None:
+            rule = "is set beside teacher.path, and there is one teacher"
+            raise ConfigError("address", NO_VALUE, rule, "Leave one of them out")
+        is_loaded = self.path is not None
+        for key in _OF_SERVER if is_loaded else _OF_FILES:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                owner, other = ("address", "path") if is_loaded else ("path", "address")
+                raise self.wrong(key, f"belongs to teacher.{owner}, and the teacher has a {other}", "Leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _server_has_a_name_and_no_password(self) -> TeacherConfig:
+        if self.address is None:
+            return self
+        if self.model is None:
+            rule = "is missing: a server that serves another model must not teach"
+            raise ConfigError("model", NO_VALUE, rule, "Set it to the name that `vllm serve` was given")
+        if urlsplit(self.address).password is not None:
+            rule = "holds a password, which the run directory and its logs would keep"
+            raise ConfigError("address", NO_VALUE, rule, "Leave it out; GSPO_TEACHER_API_KEY may hold a key")
+        return self
+
+    def check_temperature(self, temperature: float) -> None:
+        """Refuse another temperature than 1 beside an address.
+
+        A server gives log-probs of the logits as they are. Those of another temperature need every logit.
+
+        Raises:
+            ConfigError: Names sampling.temperature.
+        """
+        if self.address is not None and temperature != 1:
+            raise ConfigError(
+                "sampling.temperature",
+                temperature,
+                "needs the teacher's log-probs at that temperature, and a vLLM server (teacher.address) gives those of "
+                "a prompt at temperature 1 alone",
+                "Set it to 1, or teacher.path: the learner then scores at the sampling's temperature",
+            )
 
     def check_rewards(self, algorithm: AlgorithmConfig) -> None:
         """Refuse keys of `algorithm` that have no effect where rewards, or all advantages, count for nothing.

@@ -146,6 +146,15 @@ def read_tokens(folder: Path) -> dict[str, int]:
     return {**vocabulary, **{added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])}}
 
 
+def read_added_tokens(folder: Path) -> list[str]:
+    """The tokens of a folder's tokenizer that a text is cut at before all others, special ones among them.
+
+    Raises:
+        InputError: As `read_tokens`.
+    """
+    return [added["content"] for added in _read_json(folder / "tokenizer.json").get("added_tokens", [])]
+
+
 def is_stacked(layer: str) -> bool:
     """Whether a layer is an expert's or a router: its name in the files is not one in a loaded model."""
     return _STACKED.search(layer) is not None

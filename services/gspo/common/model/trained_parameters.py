@@ -20,7 +20,7 @@ def trained_size(config: Config, files: ModelFiles) -> TrainedSize:
         InputError: The teacher's folder is missing or broken.
     """
     size = TrainedSize(files.num_parameters, num_trained(config.learner.lora, files))
-    if not config.teacher.used:
+    if config.teacher.path is None:
         return size
     teacher = read_teacher_files(config)
     rounded = sum(math.prod(shape) for shape in teacher.linear.values())

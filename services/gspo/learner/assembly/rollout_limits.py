@@ -33,6 +33,7 @@ class RolloutLimits:
         prompt_length, response_length: In tokens, at most.
         rollout_length: Tokens of all branches with their contexts, at most.
         vocabulary: Tokens that the model has.
+        is_taught: Whether every scored rollout has a teacher's log-probs (teacher.address).
     """
 
     num_rollouts: int
@@ -40,6 +41,7 @@ class RolloutLimits:
     response_length: int
     rollout_length: int
     vocabulary: int
+    is_taught: bool = False
 
     def check(self, scored: ScoredRollout) -> None:
         """Refuse a rollout that cannot be of this run.
@@ -48,7 +50,7 @@ class RolloutLimits:
             ValueError: Names the rollout and the limit.
         """
         rollout = scored.rollout
-        if problem := self._problem(rollout) or _number_problem(scored):
+        if problem := self._problem(rollout) or self._teacher_problem(scored) or _number_problem(scored):
             raise ValueError(f"rollout {rollout.group}-{rollout.number}: {problem}")
 
     def has_rollout(self, rollout: Rollout) -> bool:
@@ -65,7 +67,7 @@ class RolloutLimits:
             self._token_problem("prompt", prompt, self.prompt_length)
             or self._branch_problem(rollout)
             or self._token_problem("answer", answer, self.rollout_length)
-            or _logp_problem(np.array(rollout.logp, np.float32))
+            or _logp_problem(np.array(rollout.logp, np.float32), "a behavior log-prob")
         )
 
     def _branch_problem(self, rollout: Rollout) -> str:
@@ -85,6 +87,14 @@ class RolloutLimits:
             return f"its branches have {whole} tokens, and those of a rollout at most {self.rollout_length} in this run"
         return ""
 
+    def _teacher_problem(self, scored: ScoredRollout) -> str:
+        if not self.is_taught or scored.score.WhichOneof("result") == "failure":
+            return ""
+        num_scored, num_tokens = len(scored.score.teacher_logp), len(scored.rollout.token_ids)
+        if num_scored != num_tokens:
+            return f"{num_scored} log-probs of the teacher for {num_tokens} tokens"
+        return _logp_problem(np.array(scored.score.teacher_logp, np.float32), "a teacher's log-prob")
+
     def _token_problem(self, part: str, token_ids_T: NDArray[np.uint32], most: int) -> str:
         if len(token_ids_T) > most:
             return f"its {part} has {len(token_ids_T)} tokens, and one of this run has at most {most}"
@@ -93,12 +103,12 @@ class RolloutLimits:
         return ""
 
 
-def _logp_problem(logp_T: NDArray[np.float32]) -> str:
+def _logp_problem(logp_T: NDArray[np.float32], what: str) -> str:
     lowest, highest = logp_T.min(initial=0.0), logp_T.max(initial=-1.0)  # NaN where one is
     if highest <= _HIGHEST_LOGP and lowest > -math.inf:
         return ""
     impossible_T = logp_T[~(np.isfinite(logp_T) & (logp_T <= _HIGHEST_LOGP))]
-    return f"{impossible_T[0]:g} cannot be a behavior log-prob"
+    return f"{impossible_T[0]:g} cannot be {what}"
 
 
 def _number_problem(scored: ScoredRollout) -> str:
@@ -123,4 +133,5 @@ def rollout_limits(config: Config) -> RolloutLimits:
         response_length=algorithm.response_length,
         rollout_length=algorithm.longest_rollout,
         vocabulary=vocabulary if isinstance(vocabulary, int) else _END_OF_INT32,
+        is_taught=config.teacher.address is not None,
     )

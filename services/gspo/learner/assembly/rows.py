@@ -55,6 +55,7 @@ class Row:
     turns_json: A conversation after its prompt, as chat messages; empty where it is one answer.
     source: Name in data.sources; empty where data.prompts is the only source.
     branch_starts: Places in the arrays where a further branch begins, with its own context; empty where there is one.
+    teacher_logp: The log-prob of every token by the teacher at teacher.address; empty without one.
     """
 
     step: Small
@@ -94,6 +95,7 @@ class Row:
     turns_json: Text = ""
     source: Text = ""
     branch_starts: Ints_T = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    teacher_logp: Floats_T = field(default_factory=lambda: np.empty(0, dtype=np.float32))
 
     @property
     def branch_bounds(self) -> list[tuple[int, int]]:
@@ -158,6 +160,7 @@ def row_from_scored(scored: ScoredRollout) -> Row:
         num_cut_turns=rollout.episode.num_cut_turns,
         turns_json=rollout.episode.turns_json,
         branch_starts=np.array(rollout.branch_starts, dtype=np.int32),
+        teacher_logp=np.array(score.teacher_logp, dtype=np.float32),
     )
 
 

@@ -85,6 +85,11 @@ class StepBatch:
             branch_BT=_side_by_side([_branch_numbers(row) for row in trained]).long() if by_branch else None,
         )
 
+    @property
+    def teacher_BT(self) -> Tensor:
+        """The log-probs by a teacher at an address, which the rows have."""
+        return _side_by_side([row.teacher_logp for row in self.rows]).float()
+
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -231,7 +231,7 @@ class PolicyEngine:
         return self._started(load_reference_model(self._model.causal_lm, self._folder, self._config, spreading))
 
     def _start_teacher(self) -> TeacherModel | None:
-        if not self._config.teacher.used:
+        if self._config.teacher.path is None:
             return None
         spreading = self._spreading(_FROZEN) if self._is_spread else None
         folder = teacher_folder(self._config)

@@ -226,6 +226,9 @@ class Trainer(PolicyEngine):
         return step_targets(algorithm, batch, old_BT, reference_BT, teacher), mismatch
 
     def _teacher_kl(self, batch: StepBatch) -> TeacherKl | None:
+        if self._config.teacher.address is not None:
+            # Logged before training: a replay asks no server, and has the same bits.
+            return TeacherKl(self._config.teacher, batch.teacher_BT)
         if self._teacher is None:
             return None
         cut = self._rank_cut(batch, range(len(batch)), packing=self._teacher.is_packed)

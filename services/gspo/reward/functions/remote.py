@@ -1,32 +1,25 @@
 """Reward functions behind an HTTP server: the user's own, and a language model as a judge.
 
 They need the network, so they run beside the sandbox. Addresses come from the configuration alone: a submission cannot
-name one. A call is tried again when the server cannot be reached, is busy or fails (429, 5xx), until the function's
-time limit. A reply is read as strictly as the values of a local function.
+name one. json_server.py tries a call again until the function's time limit. A reply is read as strictly as the values
+of a local function.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
 import re
 from typing import Annotated, Any
 
-import httpx
 from pydantic import Field, PositiveFloat, PositiveInt
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
 from gspo.common.config.fields import Section
-from gspo.common.plain_json import whole_text
+from gspo.common.network.api_keys import key_header
 from gspo.reward.functions.arguments import OPENRLHF_ARGUMENTS, ground_truth, text_of
+from gspo.reward.functions.json_server import TEXT_CHARS, JsonServer
 from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
 
-MAX_ATTEMPTS = 6
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-MAX_REPLY_BYTES = 8 * 2**20
-TEXT_CHARS = 300
 PROMPT = """Judge the answer to a task.
 
 Task:
@@ -40,74 +33,14 @@ or useless) to 10 (entirely right) and nothing else."""
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
-class ServerBusyError(Exception):
-    """The server cannot answer now; a later try may succeed."""
-
-
-class HttpFunction:
-    """A function that is asked by JSON over HTTP, again until a deadline.
-
-    Args:
-        timeout_s: Longest that one post may take, all tries together.
-    """
+class HttpFunction(JsonServer):
+    """A function that is asked by JSON over HTTP."""
 
     signature: Signature
-
-    def __init__(self, url: str, *, timeout_s: float, headers: dict[str, str] | None = None) -> None:
-        self._url, self._timeout_s = url, timeout_s
-        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers)
 
     async def load(self) -> Signature:
         """Return the signature: the first batch makes the first request."""
         return self.signature
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
-
-    async def post(self, body: dict[str, Any]) -> Any:
-        """The JSON that the server answers with.
-
-        Raises:
-            CallError: There was none within the time limit and the tries, or the server refused the request.
-        """
-        try:
-            content = json.dumps(whole_text(body), allow_nan=False)
-        except ValueError as error:
-            raise CallError("exception", f"cannot be asked: {error}") from error
-        problems = ["no answer"]
-        tries = AsyncRetrying(
-            retry=retry_if_exception_type(ServerBusyError),
-            wait=wait_exponential_jitter(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
-            stop=stop_after_attempt(MAX_ATTEMPTS),
-            before_sleep=lambda state: problems.append(str(state.outcome and state.outcome.exception())),
-            reraise=True,
-        )
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await tries(self._post_once, content)
-        except TimeoutError:
-            text = f"{self._url} gave no answer within {self._timeout_s:g} s ({problems[-1]})"
-            raise CallError("timeout", text) from None
-        except ServerBusyError as error:
-            raise CallError("exception", f"{self._url} failed {MAX_ATTEMPTS} times: {error}") from None
-
-    async def _post_once(self, content: str) -> Any:
-        try:
-            reply = await self._client.post(self._url, content=content, headers={"content-type": "application/json"})
-        except httpx.TransportError as error:
-            raise ServerBusyError(f"{type(error).__name__}: {error}") from error
-        if reply.status_code == httpx.codes.TOO_MANY_REQUESTS or reply.is_server_error:
-            raise ServerBusyError(f"HTTP {reply.status_code}: {reply.text[:TEXT_CHARS]}")
-        if not reply.is_success:
-            raise CallError("exception", f"{self._url} answered HTTP {reply.status_code}: {reply.text[:TEXT_CHARS]}")
-        if len(reply.content) > MAX_REPLY_BYTES:
-            raise CallError("output_too_large", f"{self._url} answered with {len(reply.content)} bytes")
-        try:
-            return whole_text(reply.json())
-        except (ValueError, RecursionError) as error:
-            text = f"{self._url} answered with something else than JSON: {reply.text[:TEXT_CHARS]}"
-            raise CallError("invalid_return", text) from error
 
 
 class RemoteFunction(HttpFunction):
@@ -191,9 +124,8 @@ class Judge(HttpFunction):
     signature = Signature("llm_judge", "trl", frozenset({"prompts", "completions"}), (), takes_any=True)
 
     def __init__(self, options: JudgeOptions, *, timeout_s: float) -> None:
-        key = os.environ.get(options.api_key_variable, "")
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        super().__init__(options.url.rstrip("/") + "/chat/completions", timeout_s=timeout_s, headers=headers)
+        url, headers = options.url.rstrip("/") + "/chat/completions", key_header(options.api_key_variable)
+        super().__init__(url, timeout_s=timeout_s, headers=headers)
         self._options = options
         self._free = asyncio.Semaphore(options.concurrency)
 

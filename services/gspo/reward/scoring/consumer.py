@@ -1,7 +1,8 @@
 """Scoring from the streams: rollouts come in batches, their scores go out in the transaction that acknowledges them.
 
-consumes: rollouts, eval_rollouts. produces: scored, eval_scored. waits for: rollouts. unblocked by: generation.
-The scorer calls the reward functions; this module knows none.
+consumes: rollouts, eval_rollouts. produces: scored, eval_scored, and Finished if a teacher does not answer.
+waits for: rollouts. unblocked by: generation.
+The scorer calls the reward functions, taught_tokens.py a teacher at an address; this module knows neither.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from gspo.common.streams.inbox import Delivery, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_key
 from gspo.common.telemetry import metrics
 from gspo.reward.scoring.scorer import Scorer
-from gspo_proto.rollout_pb2 import Event, Rollout, Score, ScoringFails
+from gspo.reward.scoring.taught_tokens import TaughtTokens, add_to
+from gspo_proto.rollout_pb2 import RUN_END_FAILED, Event, Finished, Rollout, Score, ScoringFails
 
 # Rollouts of a burst come one by one, milliseconds apart; a batch costs the same for one as for many.
 LINGER_S = 0.02
@@ -46,6 +48,8 @@ class ScoringConsumer:
         self._window = FailureWindow(reward.failure_window, reward.max_failure_share)
         self._events = Events(service.redis, keys, service.options.name)
         self._num_busy = 0
+        teacher = service.config.teacher
+        self._teacher = TaughtTokens(teacher, self._end_run, self._note_teacher) if teacher.address else None
         self._subscriptions = [
             self._subscription(stream, output, name)
             for stream, output in ((keys.rollouts, keys.scored), (keys.eval_rollouts, keys.eval_scored))
@@ -61,7 +65,11 @@ class ScoringConsumer:
     async def run(self) -> None:
         """Score until the service stops; then finish the batches in flight, for drain_timeout_s at most."""
         self._service.activity.set("waiting", "rollouts")
-        await self._consumer.run()
+        try:
+            await self._consumer.run()
+        finally:
+            if self._teacher is not None:
+                await self._teacher.close()
 
     async def _alternate(self) -> Sequence[Subscription]:
         """Each stream is first at every second look, so that a backlog of one does not hold up the other."""
@@ -85,12 +93,34 @@ class ScoringConsumer:
     async def _score(self, inbox: Inbox, output: str, batch: Deliveries) -> None:
         taken_unix_s = time.time()
         with self._busy():
-            scores = await self._scorer.score([delivery.message for delivery in batch])
+            scores = await self._scores([delivery.message for delivery in batch])
             for score in scores:
                 score.taken_unix_s = taken_unix_s
             # A renewal of the leases cancels handlers whose entries are gone. Once these are finished they are gone
             # too, and their figures shall be kept.
             await asyncio.shield(self._finish(inbox, output, batch, scores))
+
+    async def _scores(self, rollouts: list[Rollout]) -> list[Score]:
+        """The rewards, and beside them the log-probs of a teacher at an address."""
+        if self._teacher is None:
+            return await self._scorer.score(rollouts)
+        scores, taught = await asyncio.gather(self._scorer.score(rollouts), self._teacher.score(rollouts))
+        for score, logp in zip(scores, taught, strict=True):
+            add_to(score, logp)
+        return scores
+
+    async def _end_run(self, reason: str) -> None:
+        """The run ends for this reason; its rollouts stay, and a resume scores them."""
+        log.error("teacher_is_silent", reason=reason)
+        await self._events.send(Event(finished=Finished(reason=reason, end=RUN_END_FAILED)))
+
+    def _note_teacher(self, problem: str) -> None:
+        """Show that a teacher is waited for, or that it answers."""
+        if problem:
+            log.warning("teacher_does_not_answer", reason=problem)
+            self._service.activity.set("waiting", "teacher", problem)
+        elif self._service.activity.what == "teacher":
+            self._service.activity.set("busy", "scoring")
 
     async def _finish(self, inbox: Inbox, output: str, batch: Sequence[Delivery], scores: Sequence[Score]) -> None:
         """Write the scores, and record those whose entries were still ours."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gspo.common.config.loading import parse_config, read_config
+from gspo.common.config.loading import check_resume, parse_config, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 
@@ -31,6 +31,45 @@ def test_a_key_without_a_teacher_is_refused(key: str, value: Any) -> None:
     error = refused({key: value}, REWARD)
     assert error.where == f"teacher.{key}" and "there is none" in error.rule
     assert not parsed({}, REWARD).teacher.used
+
+
+SERVER = {"address": "http://teacher:8000", "model": "larger"}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "where", "rule"),
+    [
+        ({**SERVER, "path": "larger"}, "teacher.address", "there is one teacher"),
+        ({"address": "http://teacher:8000"}, "teacher.model", "a server that serves another model must not teach"),
+        ({**SERVER, "allow_pickle": True}, "teacher.allow_pickle", "belongs to teacher.path"),
+        ({**SERVER, "trust_remote_code": True}, "teacher.trust_remote_code", "belongs to teacher.path"),
+        ({**SERVER, "address": "teacher:8000"}, "teacher.address", "is not allowed"),
+        ({**SERVER, "address": "http://me:secret@teacher"}, "teacher.address", "holds a password"),
+        ({"path": "larger", "model": "larger"}, "teacher.model", "belongs to teacher.address"),
+        ({"path": "larger", "timeout_s": 60.0}, "teacher.timeout_s", "belongs to teacher.address"),
+        ({"timeout_s": 60.0}, "teacher.timeout_s", "there is none"),
+    ],
+    ids=str,
+)
+def test_a_teacher_is_a_folder_or_a_server_with_a_name(teacher: dict[str, Any], where: str, rule: str) -> None:
+    error = refused(teacher, REWARD)
+    assert error.where == where and rule in error.rule
+    assert "secret" not in str(error)
+
+
+def test_a_server_teaches_at_temperature_1_alone() -> None:
+    error = refused(SERVER, REWARD, sampling={"temperature": 0.7})
+    assert error.where == "sampling.temperature" and "at temperature 1 alone" in error.rule
+    assert "teacher.path" in error.fix
+    assert parsed(SERVER, REWARD).teacher.used
+    assert parsed({"path": "larger"}, REWARD, sampling={"temperature": 0.7}).sampling.temperature == 0.7
+
+
+def test_its_address_may_change_when_a_run_is_resumed_and_its_model_may_not() -> None:
+    before = parsed(SERVER, REWARD)
+    check_resume(before, parsed({**SERVER, "address": "http://other:8000", "timeout_s": 60.0}, REWARD))
+    with pytest.raises(InputError, match=r"teacher\.model"):
+        check_resume(before, parsed({**SERVER, "model": "another"}, REWARD))
 
 
 def test_rewards_may_be_absent_beside_a_teacher_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,31 @@ def test_branches_that_cannot_be_are_refused(scored, version: list[int], starts:
 
 
 @pytest.mark.parametrize(
+    ("logp", "problem"),
+    [
+        ([-1.0], "1 log-probs of the teacher for 2 tokens"),
+        ([], "0 log-probs of the teacher for 2 tokens"),
+        ([-1.0, 0.5], "0.5 cannot be a teacher's log-prob"),
+        ([-1.0, math.nan], "nan cannot be a teacher's log-prob"),
+    ],
+)
+def test_a_taught_rollout_has_a_log_prob_of_every_token(scored, logp: list[float], problem: str) -> None:
+    taught, rollout = replace(LIMITS, is_taught=True), scored()
+    rollout.score.teacher_logp[:] = logp
+    with pytest.raises(ValueError, match=r"rollout 0-0: ") as refused:
+        taught.check(rollout)
+    assert problem in str(refused.value)
+    # One that failed may have none.
+    taught.check(scored(reward=None))
+    rollout.score.teacher_logp[:] = [-1.0, -2.0]
+    taught.check(rollout)
+
+
+@pytest.mark.parametrize(
     "config", ['{"model_type": "x", "vocab_size": 20}', '{"model_type": "x", "text_config": {"vocab_size": 20}}']
 )
 def test_the_limits_are_those_of_the_run_and_its_model(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
     assert rollout_limits(make_run(tmp_path, tmp_path)) == RolloutLimits(4, 64, 64, 128, 20)
+    teacher = {"address": "http://teacher:8000", "model": "larger"}
+    assert rollout_limits(make_run(tmp_path, tmp_path, teacher=teacher)).is_taught

@@ -30,7 +30,11 @@ def assert_same(row: Row, expected: Row) -> None:
 
 
 def test_a_row_has_what_the_scored_rollout_says(scored) -> None:
-    row = row_from_scored(scored(7, 3, version=[4, -1, 5], logp=[-0.5, 0.0, -0.25], outcome=OUTCOME_TRUNCATED))
+    rollout = scored(7, 3, version=[4, -1, 5], logp=[-0.5, 0.0, -0.25], outcome=OUTCOME_TRUNCATED)
+    assert row_from_scored(rollout).teacher_logp.tolist() == []
+    rollout.score.teacher_logp[:] = [-1.5, -3.0, -2.0]
+    row = row_from_scored(rollout)
+    assert row.teacher_logp.tolist() == [-1.5, -3.0, -2.0]
     assert (row.step, row.group, row.number, row.attempt, row.num_rollouts) == (0, 7, 3, 1, 2)
     assert row.prompt_token_ids.tolist() == [5, 6, 7]
     assert row.token_ids.tolist() == [10, 11, 12]
