@@ -32,13 +32,17 @@ from benchmarks.moe.stability import moe
 from benchmarks.pipeline.rollout_rate import PIPELINE
 from benchmarks.push.weight_update import PUSH
 from benchmarks.reward.sandbox_cost import REWARD
+from benchmarks.system.distillation import DISTILLATION
 from benchmarks.system.lag import LEARNING
 from benchmarks.system.startup import START
 from benchmarks.system.step_rate import SYSTEM
 from benchmarks.tails.long_answers import TAIL
 from gspo.cli.processes.exit_codes import RunError
 
-SECTIONS = (ENGINE, DRAFTS, LEARNER, LOGPROBS, START, SYSTEM, TAIL, PIPELINE, REWARD, LEARNING, PUSH)
+SECTIONS = (
+    *(ENGINE, DRAFTS, LEARNER, LOGPROBS, START, SYSTEM),
+    *(TAIL, PIPELINE, REWARD, LEARNING, DISTILLATION, PUSH),
+)
 _NAMES = ", ".join(section.name for section in SECTIONS)
 _BUSY_SHARE = 0.1
 console = Console()

@@ -34,11 +34,12 @@ SOURCES = ("cold_start.py", "problems.py", "chat_tokenizer.py", "near_miss.py")
 console = Console()
 
 
-def fingerprint(seed: int, threads: int, experts: int, steps: int | None = None) -> str:
+def fingerprint(seed: int, threads: int, experts: int, steps: int | None = None, *, teaches: bool = False) -> str:
     """A digest of everything that decides the result: arguments, these scripts, libraries."""
     here = Path(__file__).resolve().parent
     parts = [f"seed={seed} threads={threads} experts={experts} python={sys.version_info[:2]}"]
     parts += [f"steps={steps}"] if steps else []
+    parts += ["teacher"] if teaches else []
     parts += [f"{name}=={version(name)}" for name in ("torch", "transformers", "tokenizers")]
     shared = getattr(find_spec("small_model"), "origin", None)
     parts += [(here / name).read_text(encoding="utf-8") for name in (*SOURCES, shared or "small_model.py")]
@@ -79,7 +80,9 @@ def replacing(out_dir: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def make(folder: Path, seed: int, threads: int, experts: int, steps: int | None = None) -> dict[str, object]:
+def make(
+    folder: Path, seed: int, threads: int, experts: int, steps: int | None = None, *, teaches: bool = False
+) -> dict[str, object]:
     """Writes prompts and model to `folder`; returns what is worth knowing about the result."""
     # Threads that sleep at a barrier instead of spinning: on shared cores spinning costs many times the work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -95,8 +98,8 @@ def make(folder: Path, seed: int, threads: int, experts: int, steps: int | None 
     write_jsonl(folder / "prompts.jsonl", problems)
     write_jsonl(folder / "eval.jsonl", held_out)
     tokenizer = build_tokenizer()
-    model = build_arithmetic_model(tokenizer, experts)
-    schedule = Schedule(num_steps=steps) if steps else Schedule()
+    model = build_arithmetic_model(tokenizer, experts, scale=2 if teaches else 1)
+    schedule = Schedule(**({"num_steps": steps} if steps else {}), **({"exact_share": 1.0} if teaches else {}))
     with progress() as bar:
         task = bar.add_task("cold start", total=schedule.num_steps, exact=0.0)
         exact_probability_trained = train(
@@ -135,6 +138,7 @@ def main(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; another number gives other last bits")] = 2,
     experts: Annotated[int, typer.Option(min=0, help="Experts of a layer, two a token; 0 is a dense model")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of training, fewer for a trial")] = None,
+    teacher: Annotated[bool, typer.Option(help="Twice as wide, and without near misses: for distill.yaml")] = False,
 ) -> None:
     """Makes a small model that adds two numbers with near misses, and the problems to improve it on.
 
@@ -142,14 +146,14 @@ def main(
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out_dir = out_dir.resolve()
-    digest = fingerprint(seed, threads, experts, steps)
+    digest = fingerprint(seed, threads, experts, steps, teaches=teacher)
     if is_current(out_dir, digest):
         console.print(f"{out_dir}: up to date")
         return
     refuse_foreign(out_dir)
     started = time.monotonic()
     with replacing(out_dir) as folder:
-        made = make(folder, seed, threads, experts, steps)
+        made = make(folder, seed, threads, experts, steps, teaches=teacher)
         facts = {"fingerprint": digest, "seed": seed, "threads": threads, "experts": experts, **made}
         (folder / MARKER).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     console.print(

@@ -29,13 +29,17 @@ class Schedule:
     batch_size: int = 64
     matrix_learning_rate: float = 0.015
     num_steps: int = 600
+    exact_share: float = EXACT_SHARE
     check_every: int = 50
     num_checked: int = 256
 
 
-def build_arithmetic_model(tokenizer: PreTrainedTokenizerFast, num_experts: int = 0) -> PreTrainedModel:
+def build_arithmetic_model(
+    tokenizer: PreTrainedTokenizerFast, num_experts: int = 0, *, scale: int = 1
+) -> PreTrainedModel:
     """Two wide layers: they learn addition in fewer seconds than a deeper model of equal size."""
-    return build_model(tokenizer, Sizes(num_experts=num_experts, max_length=256, rope_theta=100.0))
+    widths = {"hidden_size": scale * 128, "intermediate_size": scale * 512}
+    return build_model(tokenizer, Sizes(**widths, num_experts=num_experts, max_length=256, rope_theta=100.0))
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> tuple[Tensor, Tensor]:
@@ -68,9 +72,9 @@ def exact_probability(model: PreTrainedModel, token_BT: Tensor, label_BT: Tensor
     return answer_loss(model, token_BT, label_BT)[0].sum(1).neg().exp().mean().item()
 
 
-def draw_rows(problem_B: Tensor, generator: torch.Generator) -> Tensor:
-    """For each problem index the row of one teacher answer: exact in EXACT_SHARE of cases, else a near miss."""
-    exact_B = torch.rand(len(problem_B), generator=generator) < EXACT_SHARE
+def draw_rows(problem_B: Tensor, exact_share: float, generator: torch.Generator) -> Tensor:
+    """For each problem index the row of one teacher answer: exact in this share of cases, else a near miss."""
+    exact_B = torch.rand(len(problem_B), generator=generator) < exact_share
     miss_B = torch.randint(1, len(OFFSETS), (len(problem_B),), generator=generator)
     return problem_B * len(OFFSETS) + torch.where(exact_B, 0, miss_B)
 
@@ -96,7 +100,7 @@ def train(
         if len(order) < schedule.batch_size:
             order = torch.randperm(num_problems, generator=generator)
         problem_B, order = order[: schedule.batch_size], order[schedule.batch_size :]
-        rows = draw_rows(problem_B, generator)
+        rows = draw_rows(problem_B, schedule.exact_share, generator)
         label_BT = label_NT[rows]
         loss_BT, imbalance = answer_loss(model, token_NT[rows], label_BT)
         loss = loss_BT.sum() / (label_BT != IGNORE).sum() + imbalance
