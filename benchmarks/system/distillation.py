@@ -35,9 +35,9 @@ _COLORS = dict(zip(CASES, (BLUE, ORANGE, GREEN, PURPLE), strict=True))
 _UNCLIPPED: Record = {"pg_clip_low": None, "pg_clip_high": None}
 _TEXT = """
 The cold start of the arithmetic example ({student:,} parameters) is trained by its rewards, by a teacher, or by both, \
-with an equal number of sampled answers and the same learning rate, {seeds}. The teacher ({teacher:,} parameters) has \
-seen right answers alone, and {accuracy:.1%} of its sampled answers to held-out problems are right. Accuracy is of 4 \
-sampled answers to each of 250 held-out problems. Differences of up to two standard errors are noise.
+{seeds}. All have an equal number of sampled answers and the same learning rate. The teacher ({teacher:,} parameters) \
+has seen right answers alone, and {accuracy:.1%} of its sampled answers to held-out problems are right. Accuracy is of \
+4 sampled answers to each of 250 held-out problems. Differences of up to two standard errors are noise.
 
 {accuracies}
 

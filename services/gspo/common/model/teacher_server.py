@@ -23,7 +23,7 @@ _START = "Start `vllm serve TEACHER`, and set teacher.address to its URL, withou
 _TIMEOUT_S = 60.0
 _TEXT_CHARS = 300
 _TOKENS_A_REQUEST = 4096
-# What stands for a space and a line's end in the tokens of vocabularies of bytes, and of SentencePiece.
+# Characters for a space and a line's end in the tokens of vocabularies of bytes, and of SentencePiece.
 _SPELLED = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n"})
 
 
