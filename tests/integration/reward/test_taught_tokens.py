@@ -126,6 +126,7 @@ def as_rollout(row: Row) -> Rollout:
         num_rollouts=row.num_rollouts,
         prompt=Prompt(token_ids=row.prompt_token_ids.tolist()),
         token_ids=row.token_ids.tolist(),
+        branch_starts=row.branch_starts.tolist(),
     )
 
 

@@ -82,11 +82,11 @@ def _check_model(config: Config, listed: dict[str, Any]) -> None:
             "Set the name that it serves, or start it with --served-model-name",
         )
     # vLLM samples a token behind the last one.
-    longest, most = config.algorithm.longest_rollout + 1, model.get("max_model_len")
+    longest, most = config.algorithm.longest_branch + 1, model.get("max_model_len")
     if isinstance(most, int) and most < longest:
         raise InputError(
             _KEY,
-            f"the teacher reads at most {most} tokens, and a rollout has up to prompt_length + response_length "
+            f"the teacher reads at most {most} tokens, and a branch has up to prompt_length + response_length "
             f"= {longest - 1} with one behind them",
             f"Start it with --max-model-len {longest}, or lower algorithm.prompt_length or response_length",
         )

@@ -56,7 +56,11 @@ class JsonServer:
         return status == httpx.codes.TOO_MANY_REQUESTS or httpx.codes.is_server_error(status)
 
     def read_reply(self, reply: httpx.Response) -> Any:
-        """The value of an answer that may have any content. Raises ValueError or RecursionError for another than JSON."""
+        """The value of an answer that may have any content.
+
+        Raises:
+            ValueError, RecursionError: It has another form than JSON.
+        """
         return whole_text(reply.json())
 
     def note_problem(self, problem: str) -> None:

@@ -97,7 +97,7 @@ class _TeacherServer(JsonServer):
         return reply.json()
 
     def note_problem(self, problem: str) -> None:
-        """Show what is waited for."""
+        """Pass the problem on, with the server's address."""
         self._note(f"{self._url}: {problem}")
 
 
