@@ -39,7 +39,7 @@ from tests.support.reward_rollouts import make_rollout, reward_or_failure
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model, make_tokenizer
 from tests.support.training.rollout_rows import make_config, make_rows, train
-from tests.support.vllm_server import KEY, vllm_server, way_to
+from tests.support.training.vllm_server import KEY, vllm_server, way_to
 
 NAME, MAX_LENGTH, ROWS = "larger", 129, 99
 
