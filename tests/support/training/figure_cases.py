@@ -52,7 +52,7 @@ def figure_config(model: Path, case: str, **learner: Any) -> Config:
     """The configuration of a case; `learner` adds keys of that section."""
     keys: dict[str, Any] = {"algorithm": CASES[case], "learner": {**LEARNER, **learner}}
     if CASES[case].get("ratio_of") == "branch":
-        keys["gateway"] = {"replicas": 1}
+        keys |= {"agent": {"external": True}, "gateway": {"replicas": 1}}
     if case in TEACHERS:
         keys["teacher"] = {"path": str(model / TEACHER), **TEACHERS[case]}
     return make_config(model, **keys)

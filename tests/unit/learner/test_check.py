@@ -457,7 +457,8 @@ def test_a_rollout_must_fit_into_a_micro_batch(folder: Path) -> None:
 
 
 def test_all_branches_of_a_rollout_must_fit_into_a_micro_batch(folder: Path) -> None:
-    keys: dict[str, Any] = {"algorithm": {"rollout_length": 300}, "gateway": {"replicas": 1}}
+    keys: dict[str, Any] = {"algorithm": {"rollout_length": 300}}
+    keys |= {"agent": {"external": True}, "gateway": {"replicas": 1}}
     error = refused(folder, learner={"micro_batch_tokens": 299}, **keys)
     assert (error.where, error.fix) == (
         "learner.micro_batch_tokens",
