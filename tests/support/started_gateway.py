@@ -112,7 +112,9 @@ async def started_gateway(
         "algorithm": {"prompt_length": 256, "response_length": 256},
         "services": {"token_file": str(folder / "token")},
     }
-    config = make_run(folder, model or shared.folders[0], **keys | sections)
+    for name, section in sections.items():
+        keys[name] = keys.get(name, {}) | section
+    config = make_run(folder, model or shared.folders[0], **keys)
     async with AsyncExitStack() as stack:
         service = service_of("gateway-0", config, redis_url)
         stack.push_async_callback(service.close)

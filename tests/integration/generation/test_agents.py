@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,20 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
+from gspo.agents.worker import AgentWorker, RunUnreachableError, Task
 from gspo.common.streams.entries import SCHEMA
-from gspo_proto.rollout_pb2 import GroupTask, Prompt, RewardUse, Rollout, Sampling, Scored
+from gspo.learner.assembly.rollout_limits import rollout_limits
+from gspo.learner.assembly.rows import row_from_scored
+from gspo_proto.rollout_pb2 import GroupTask, Prompt, RewardUse, Rollout, Sampling, Score, Scored, ScoredRollout
 from tests.integration.generation.conftest import SharedEngine
 from tests.integration.generation.test_engine import Reference
+from tests.integration.generation.test_gateway import SpeakingEngine
 from tests.support.started_gateway import TOKENIZER, Gateway, started_gateway
 from tests.support.tiny_model import make_tiny_model
 from tests.support.weights import stage
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
-AGENT = {"external": True, "lease_s": 2.0, "answer_tokens": 40}
+AGENT = {"external": True, "lease_s": 30.0, "answer_tokens": 40}
 LENGTHS = {"prompt_length": 128, "response_length": 384, "rollout_length": 768}
 FIRST = {"role": "user", "content": "Count to three."}
 TEMPERATURE = 0.9
@@ -107,7 +111,13 @@ class AgentRun:
         return message(fields[b"d"])
 
     async def rollout(self) -> Rollout:
+        """The next one; the learner takes it."""
         rollout: Rollout = await self.next_entry(self.keys.rollouts, Rollout.FromString)
+        whole = Rollout.FromString(rollout.SerializeToString())
+        whole.num_rollouts = self.gateway.service.config.algorithm.num_return_sequences_in_group
+        scored = ScoredRollout(rollout=whole, score=Score(reward=1.0))
+        rollout_limits(self.gateway.service.config).check(scored)
+        assert row_from_scored(scored).num_sampled == rollout.mask.count(1)
         return rollout
 
 
@@ -181,17 +191,26 @@ async def test_a_conversation_is_one_branch_with_every_token_as_it_was_sampled(r
 
 
 async def test_an_end_that_the_policy_did_not_sample_is_context(run: AgentRun) -> None:
-    await run.issue()
-    worker = await run.lease()
-    short = await worker.chat(FIRST, max_tokens=3)
-    await worker.chat(FIRST, short, {"role": "user", "content": "More."}, max_tokens=3)
-    await worker.finish()
-    rollout = await run.rollout()
-    end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-    turns = bytes(rollout.mask)
-    if rollout.token_ids[2] != end:  # cut off at three tokens: the template's end of a turn is not the policy's
-        assert (rollout.token_ids[3], turns[3]) == (end, 0)
-    assert turns.count(1) <= 6
+    end, ends = TOKENIZER.convert_tokens_to_ids("<|im_end|>"), set()
+    for _ in range(20):
+        await run.issue()
+        worker = await run.lease()
+        short = await worker.chat(FIRST, max_tokens=2)
+        await worker.chat(FIRST, short, {"role": "user", "content": "More."}, max_tokens=2)
+        await worker.finish()
+        rollout = await run.rollout()
+        assert not rollout.branch_starts
+        num = bytes(rollout.mask).index(b"\0")
+        is_sampled = rollout.token_ids[num - 1] == end
+        # The template's end of a turn, behind an answer that was cut off; then a line break, once in either case.
+        assert (rollout.token_ids[num] == end) != is_sampled
+        assert TOKENIZER.decode(list(rollout.token_ids[num + (not is_sampled) :])).startswith(
+            "\n<|im_start|>user\nMore."
+        )
+        ends.add(is_sampled)
+        if len(ends) == 2:
+            return
+    assert False in ends
 
 
 async def test_every_api_continues_what_another_one_began(run: AgentRun) -> None:
@@ -234,13 +253,15 @@ async def test_a_rewritten_history_is_a_branch_and_every_token_is_trained_once(r
     await worker.finish()
     rollout = await run.rollout()
     assert (rollout.num_turns, len(rollout.branch_starts)) == (5, 3)
-    texts = [TOKENIZER.decode(tokens) for tokens, _, _ in branches(rollout)]
+    texts = [TOKENIZER.decode(tokens, skip_special_tokens=True) for tokens, _, _ in branches(rollout)]
     assert second["content"] in texts[0]
     assert "Summary" in texts[1]
     assert first["content"] in texts[2]
     assert "rewritten" in texts[3]
-    # The turn that two branches share counts in the first alone.
-    assert branches(rollout)[2][1].count(1) <= 8
+    # The turn that two branches share counts in the first alone: here as many tokens as the last request had at most.
+    sampled = branches(rollout)[2][1]
+    assert sum(sampled) <= 8
+    assert not any(sampled[: len(rollout.prompt.token_ids) + 1])
     assert_log_probs(rollout, {run.gateway.shared.engine.version: run.gateway.shared.folder})
 
 
@@ -297,7 +318,14 @@ async def test_a_weight_update_in_an_answer(run: AgentRun, tmp_path: Path) -> No
     assert_log_probs(rollout, {before: old, before + 1: folder})
 
 
-async def test_a_worker_that_is_silent_loses_its_rollout_and_writes_nothing_more(run: AgentRun) -> None:
+async def test_a_worker_that_is_silent_loses_its_rollout_and_writes_nothing_more(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    async with started_run(generator, redis_url, tmp_path / "run", agent={**AGENT, "lease_s": 4.0}) as run:
+        await _lose_and_play_again(run)
+
+
+async def _lose_and_play_again(run: AgentRun) -> None:
     await run.issue()
     lost = await run.lease()
     await lost.chat({"role": "user", "content": "Lost."}, max_tokens=4)
@@ -306,7 +334,7 @@ async def test_a_worker_that_is_silent_loses_its_rollout_and_writes_nothing_more
     with pytest.raises(openai.AuthenticationError, match="its lease has ended"):
         await lost.chat(FIRST)
     assert (await lost.post("finish", {"reward": 0.0})).status_code == 410
-    for _ in range(6):  # heartbeats keep a lease beyond its length
+    for _ in range(12):  # heartbeats keep a lease beyond its length
         await asyncio.sleep(0.5)
         assert (await again.post("heartbeat")).status_code == 204
     await again.chat(FIRST, max_tokens=4)
@@ -395,8 +423,57 @@ async def test_a_template_that_hides_thoughts_begins_a_branch(
         await worker.finish()
         rollout = await run.rollout()
     assert len(rollout.branch_starts) == 1
-    assert first["content"] not in TOKENIZER.decode(branches(rollout)[1][0])
+    assert first["content"] not in TOKENIZER.decode(branches(rollout)[1][0], skip_special_tokens=True)
     assert_log_probs(rollout, {generator.engine.version: generator.folder})
+
+
+async def test_a_tool_call_comes_back_in_the_clients_form_and_continues(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    """The policy's own text of a call, with its spaces, stays; clients of two APIs send the call as an object."""
+    text_of_call = '<tool_call>\n{"name":  "add", "arguments": {"b": 22,   "a": 1}}\n</tool_call>'
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tool: Any = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": schema}}
+    folder = Path(shutil.copytree(generator.folder, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    calls = "{% for c in message['tool_calls'] or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content'] + '<|im_end|>", "(message['content'] or '') }}" + calls + "{{ '<|im_end|>"
+    )
+    tokenizer.save_pretrained(folder)
+    speaking = replace(generator, engine=SpeakingEngine(text_of_call))  # type: ignore[arg-type]
+    sections: dict[str, Any] = {"gateway": {"tool_parser": "hermes"}, "agent": {**AGENT, "answer_tokens": 120}}
+    async with started_run(speaking, redis_url, tmp_path / "run", model=folder, **sections) as run:
+        await run.issue()
+        worker = await run.lease()
+        reply = await worker.openai.chat.completions.create(model="policy", messages=[FIRST], tools=[tool])  # type: ignore[list-item]
+        message = reply.choices[0].message
+        (call,) = message.tool_calls or []
+        result = {"role": "tool", "tool_call_id": call.id, "content": "23"}
+        history: list[Any] = [FIRST, message.model_dump(exclude_none=True), result]
+        await worker.openai.chat.completions.create(model="policy", messages=history, tools=[tool])
+        await worker.finish()
+        rollout = await run.rollout()
+        assert (rollout.num_turns, len(rollout.branch_starts)) == (2, 0)
+        assert TOKENIZER.decode(list(rollout.token_ids)).count(text_of_call) == 2
+        await run.issue()
+        worker = await run.lease()
+        asked: Any = {
+            "model": "policy",
+            "max_tokens": 120,
+            "tools": [{"name": "add", "description": "adds", "input_schema": schema}],
+        }
+        first = await worker.anthropic.messages.create(messages=[FIRST], **asked)
+        (block,) = [block for block in first.content if block.type == "tool_use"]
+        answer = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "23"}]}
+        content = [block.model_dump(exclude_none=True) for block in first.content]
+        await worker.anthropic.messages.create(
+            messages=[FIRST, {"role": "assistant", "content": content}, answer], **asked
+        )
+        await worker.finish()
+        rollout = await run.rollout()
+    assert (rollout.num_turns, len(rollout.branch_starts)) == (2, 0)
+    assert TOKENIZER.decode(list(rollout.token_ids)).count(text_of_call) == 2
 
 
 async def test_another_gateway_goes_on_with_a_conversation(
@@ -420,3 +497,40 @@ async def test_another_gateway_goes_on_with_a_conversation(
         assert (rollout.num_turns, len(rollout.branch_starts)) == (2, 0)
         assert_log_probs(rollout, {generator.engine.version: generator.folder})
     assert np.unique([rollout.group for rollout in rollouts]).size == 1
+
+
+async def test_a_worker_plays_until_the_run_ends(generator: SharedEngine, redis_url: str, tmp_path: Path) -> None:
+    played: list[Task] = []
+
+    async def agent(task: Task) -> float:
+        played.append(task)
+        number = len(played)
+        async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            await client.chat.completions.create(model=task.model, messages=task.messages, max_tokens=4)
+        if number == 1:
+            raise ValueError("no luck")
+        if number == 2:
+            await asyncio.sleep(60)
+        return 0.5
+
+    async with started_run(generator, redis_url, tmp_path / "run", agent={**AGENT, "timeout_s": 3.0}) as run:
+        url, token = f"http://{run.gateway.address}", run.gateway.service.options.token
+        worker = AgentWorker(agent, url, token, rollouts=2)
+        working = asyncio.create_task(worker.run())
+        for _ in range(4):
+            await run.issue()
+        rollouts = [await run.rollout() for _ in range(4)]
+        run.gateway.service.stopping.set()
+        async with asyncio.timeout(20):
+            await working
+        with pytest.raises(ExceptionGroup) as refused:
+            await AgentWorker(agent, url, "another-token-of-the-same-length", patience_s=1).run()
+        assert "401" in str(refused.value.exceptions[0])
+    kinds = sorted(rollout.episode.failure_kind for rollout in rollouts)
+    assert kinds == ["", "", "exception", "timeout"]
+    assert {rollout.generator for rollout in rollouts} == {worker.name}
+    assert worker.counts == {"finished": 2, "failed": 2, "lost": 0}
+    assert played[0].columns == {"answer": "3"}
+    with pytest.raises(ExceptionGroup) as away:
+        await AgentWorker(agent, url, token, patience_s=0.1).run()
+    assert isinstance(away.value.exceptions[0], RunUnreachableError)

@@ -227,7 +227,7 @@ async def test_a_tool_call_reaches_clients_in_their_own_form(
     tool: Any = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": schema}}
     shared = replace(generator, engine=engine)
     keys = {"model_name": "student", "tool_parser": "hermes"}
-    async with started_gateway(shared, redis_url, tmp_path / "run", **keys) as gateway:
+    async with started_gateway(shared, redis_url, tmp_path / "run", gateway=keys) as gateway:
         asked: Any = {"messages": MESSAGES, "tools": [tool], "model": "student"}
         reply = await gateway.openai.chat.completions.create(**asked)
         (call,) = reply.choices[0].message.tool_calls or []
@@ -253,7 +253,7 @@ async def test_a_tool_call_reaches_clients_in_their_own_form(
 async def test_thoughts_are_separated(generator: SharedEngine, redis_url: str, tmp_path: Path) -> None:
     engine: Any = SpeakingEngine("Here is my thought process: I add. Here is my response: 22")
     shared = replace(generator, engine=engine)
-    async with started_gateway(shared, redis_url, tmp_path / "run", reasoning_parser="granite") as gateway:
+    async with started_gateway(shared, redis_url, tmp_path / "run", gateway={"reasoning_parser": "granite"}) as gateway:
         reply = await gateway.openai.chat.completions.create(messages=MESSAGES, model="policy")
     message = reply.choices[0].message.to_dict()
     assert (str(message["reasoning"]).strip(), str(message["content"]).strip()) == ("I add.", "22")

@@ -41,27 +41,23 @@ def played(*entries: TurnEntry, **result: Any) -> Rollout:
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[list[TurnEntry], dict[str, list[int]], set[str]]:
-    """Entries of several requests that run side by side, the line of tokens of each, and the names of the finished."""
-    numbers, lines, finished = itertools.count(1), dict[str, list[int]](), set[str]()
-    running: dict[str, int] = {}
-    entries: list[TurnEntry] = []
-    for _ in range(draw(st.integers(1, 25))):
-        name = draw(st.sampled_from(["new", *running]))
-        if name == "new":
-            name, before = f"t{next(numbers)}", draw(st.sampled_from(["", *sorted(finished)]))
-            context = [next(numbers) for _ in range(draw(st.integers(1, 3)))]
-            entries.append(begin(name, before, context))
-            lines[name] = [*lines.get(before, []), *context]
-            running[name] = 0
-        elif draw(st.booleans()):
-            sampled = [next(numbers) for _ in range(draw(st.integers(1, 3)))]
-            entries.append(tokens(name, *sampled))
-            lines[name] += sampled
-            running[name] += len(sampled)
-        elif running[name]:
-            entries.append(end(name))
+    """Entries of requests that run side by side, the line of tokens of each, and the names of the finished ones."""
+    numbers, lines = itertools.count(1), dict[str, list[int]]()
+    waiting: dict[str, list[TurnEntry]] = {}
+    before: dict[str, str] = {}
+    finished: set[str] = set()
+    for name in [f"t{number}" for number in range(draw(st.integers(1, 8)))]:
+        before[name] = draw(st.sampled_from(["", *sorted(finished)]))
+        context, *sampled = ([next(numbers) for _ in range(draw(st.integers(1, 3)))] for _ in range(3))
+        lines[name] = [*lines.get(before[name], []), *context, *sampled[0], *sampled[1]]
+        waiting[name] = [begin(name, before[name], context), *(tokens(name, *piece) for piece in sampled)]
+        if draw(st.integers(0, 4)):  # one of five is cancelled
+            waiting[name].append(end(name))
             finished.add(name)
-            del running[name]
+    entries: list[TurnEntry] = []
+    while any(waiting.values()):
+        ready = [name for name, own in waiting.items() if own and not waiting.get(before[name])]
+        entries.append(waiting[draw(st.sampled_from(ready))].pop(0))
     return entries, lines, finished
 
 
