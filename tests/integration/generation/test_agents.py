@@ -397,8 +397,11 @@ async def test_limits_and_wrong_calls_get_errors_of_the_clients_form(run: AgentR
     assert (await worker.post("finish", {"reward": float(1), "extra": 1})).status_code == 400
     other = {**worker.lease, "id": "999-0"}
     assert (await Player(other, worker.http, worker.openai, worker.anthropic).post("heartbeat")).status_code == 403
-    no_token = await worker.http.post("/v1/tasks/lease", json={"worker": "w"})
-    assert no_token.status_code == 401
+    for key in ("", "wrong", worker.lease["key"], "agent-1-0.wrong"):
+        headers = {"authorization": f"Bearer {key}"}
+        lease = await worker.http.post("/v1/tasks/lease", json={"worker": "w"}, headers=headers)
+        assert lease.status_code == 401
+    assert (await worker.post("finish", {"reward": 1.0}, key=f"agent-{worker.lease['id']}.wrong")).status_code == 410
     await worker.finish()
     rollout = await run.rollout()
     assert len(rollout.prompt.token_ids) + len(rollout.token_ids) <= LENGTHS["rollout_length"]

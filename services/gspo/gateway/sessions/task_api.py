@@ -26,6 +26,7 @@ from gspo_proto.agent_pb2 import AgentResult
 # An agent's key begins with it, so that an expired one is not taken for that of another client.
 _KEY_PREFIX = "agent-"
 _TASKS = "/v1/tasks"
+_OF_ONE_TASK = ("/heartbeat", "/finish")
 _LONGEST_WAIT_S, _LOOK_EVERY_S = 20.0, 0.1
 _MOST_TEXT = 4096
 _GONE = 410
@@ -131,10 +132,11 @@ class CallerKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Clients of Anthropic's API send the key alone, in a header of its own.
         key = header(scope, b"authorization").removeprefix("Bearer ") or header(scope, b"x-api-key")
-        refusal = ""
-        if scope["path"].startswith(f"{_TASKS}/") and key.startswith(_KEY_PREFIX):
-            pass  # these routes look at it themselves: a result may be sent twice
-        elif key.startswith(_KEY_PREFIX):
+        refusal, is_agent, is_task = "", key.startswith(_KEY_PREFIX), scope["path"].startswith(f"{_TASKS}/")
+        if is_agent and is_task:
+            if not scope["path"].endswith(_OF_ONE_TASK):  # those check the key: a result may be sent twice
+                refusal = "the key of a rollout leases no other: send the run's shared token"
+        elif is_agent:
             try:
                 session = await self._store.session(key.removeprefix(_KEY_PREFIX))
                 recorder_of_request.set(self._recorder(session))
