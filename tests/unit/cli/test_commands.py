@@ -541,6 +541,13 @@ def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, 
     assert config.reward.functions[0].path == tmp_path / "r.py"
 
 
+def test_eval_refuses_a_run_of_agents(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    keys = {**raw_config, "agent": {"external": True}, "gateway": {"replicas": 1}}
+    (base := tmp_path / "base.yaml").write_text(yaml.safe_dump(keys))
+    with pytest.raises(InputError, match="agents that play the rollouts"):
+        eval_config(EvaluationSpec(model="m", prompts=(tmp_path / "e.jsonl",), base=base), tmp_path)
+
+
 def test_eval_scores_as_one_of_several_sources(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     sources = [
         {"name": "a", "prompts": "a.jsonl", "prompt_column": "question"},

@@ -174,6 +174,12 @@ def eval_config(spec: EvaluationSpec, folder: Path) -> Config:
     """
     user = read_user_config(config_file_of(spec.base)) if spec.base else None
     base = user.for_cpus if user else None
+    if base is not None and base.agent.used:
+        raise InputError(
+            "--config",
+            f"{spec.base} has agents that play the rollouts, and an evaluation outside of a run starts none",
+            "Read the run's own evaluations (evaluation.prompts), or measure the exported model with your agent",
+        )
     config: dict[str, Any] = base.model_dump(mode="json") if base else {}
     for name in user.left_out if user else ():
         section, _, key = name.partition(".")

@@ -251,6 +251,13 @@ class Config(Section):
             raise self.wrong(
                 "sampling.stop", "has no effect with an agent, which names stop strings in its requests", "Leave it out"
             )
+        if self.agent.timeout_s > self.staleness.group_deadline_s:
+            raise self.wrong(
+                "agent.timeout_s",
+                f"is longer than staleness.group_deadline_s {self.staleness.group_deadline_s:g}, after which its group "
+                "is issued again",
+                "Lower it, or raise the deadline",
+            )
         if self.generation.segment_tokens is not None:
             raise self.wrong(
                 "generation.segment_tokens",

