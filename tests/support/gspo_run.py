@@ -46,14 +46,19 @@ class WholeRun:
 
 
 def example_run(
-    example: Path, folder: Path, lessons: int, *options: str, watch: Callable[[Path], None] = lambda _: None
+    example: Path,
+    folder: Path,
+    lessons: int,
+    *options: str,
+    program: str = "demo.py",
+    watch: Callable[[Path], None] = lambda _: None,
 ) -> WholeRun:
     """An example as a user starts it, with its cold start, both cut short.
 
     Args:
         watch: Called with the run directory once it is there.
     """
-    command: list[str | Path] = [sys.executable, example / "demo.py", "--cold-start-steps", str(lessons)]
+    command: list[str | Path] = [sys.executable, example / program, "--cold-start-steps", str(lessons)]
     command += ["--runs", folder / "runs", "--cache", folder / "cache", *options]
 
     def meanwhile(process: subprocess.Popen[bytes]) -> None:

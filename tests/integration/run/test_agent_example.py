@@ -1,0 +1,50 @@
+"""The calculator's agent as a user starts it: `gspo run`, and `gspo agent` beside it with a program of `openai` alone.
+
+Not here: learning, for which a policy of so few lessons is too poor; branches and lost workers
+(tests/integration/generation/test_agents.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gspo.common.config.loading import read_config
+from tests.support.gspo_run import EXAMPLES, example_run
+
+pytestmark = pytest.mark.timeout(600)
+STEPS, ROLLOUTS = 2, 16 * 8
+
+
+def test_an_agent_trains_the_policy_that_it_calls(tmp_path: Path) -> None:
+    run = example_run(EXAMPLES / "calculator", tmp_path, 80, "--steps", str(STEPS), program="agent_demo.py")
+    rows = run.rows(1)
+    assert len(rows) == ROLLOUTS
+    assert {row["failure"] for row in rows} == {None}
+    config = read_config(run.run_dir / "config.yaml")
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    for row in rows:
+        (part,) = json.loads(row["parts_json"])
+        assert (part["name"], part["value"]) == ("agent", row["reward"])
+        answer = str(json.loads(row["columns_json"])["answer"])
+        assert row["reward"] == float(row["text"].strip() == answer)
+        assert row["num_turns"] == 1 + sum(message["role"] == "tool" for message in json.loads(row["turns_json"]))
+    # The first step is sampled by the model that it started from.
+    for row in rows[:8]:
+        tokens = [*row["prompt_token_ids"], *row["token_ids"]]
+        assert "calculator" in tokenizer.decode(row["prompt_token_ids"])
+        with torch.inference_mode():
+            logits_TV = model(torch.tensor([tokens])).logits[0, len(row["prompt_token_ids"]) - 1 : -1]
+        logp_TV = torch.log_softmax(logits_TV / row["temperature"], -1)
+        logp_T = logp_TV.gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0].numpy()
+        mask_T, version_T = np.array(row["mask"]), np.array(row["version"])
+        assert (version_T[mask_T] == 0).all()
+        assert np.abs(logp_T - np.array(row["logp"]))[mask_T].max() < 1e-3
+    log = (tmp_path / "cache").rglob("agent.log")
+    assert "the run has ended" in next(log).read_text()
