@@ -158,10 +158,13 @@ async def test_a_saved_rollout_goes_on_elsewhere_under_other_weights(drafting: S
     driver = RolloutDriver(engine, make_tokenizer(), GenerationConfig(), cast("Episodes", None))
     task = GroupTask(num_rollouts=1, prompt=Prompt(token_ids=PROMPTS[0]))
     task.sampling.CopyFrom(Sampling(temperature=0.4, max_tokens=300))
-    rollout = InFlightRollout(task, 0, "one")
-    driving = asyncio.create_task(driver.drive(rollout))
-    while (num_sampled := engine.num_sampled(rollout.request_id)) < 40:
-        await asyncio.sleep(0.002)
+    num_sampled = 0
+    async with asyncio.timeout(60):
+        while num_sampled < 40:  # an answer may end before
+            rollout = InFlightRollout(task, 0, "one")
+            driving = asyncio.create_task(driver.drive(rollout))
+            while not driving.done() and (num_sampled := engine.num_sampled(rollout.request_id)) < 40:
+                await asyncio.sleep(0.002)
     partial = engine.partial_output(rollout.request_id)
     assert num_sampled == len(partial.token_ids) == len(partial.logp) == len(partial.version)
     saved = rollout.snapshot(partial, 1)

@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from gspo.common.config.schema import ModelConfig
 from gspo.common.errors import InputError
 
@@ -213,6 +211,8 @@ def _refuse_missing_shards(folder: Path) -> None:
 
 def _safetensors_shapes(path: Path) -> dict[str, list[int]]:
     """Shapes by name."""
+    from safetensors import SafetensorError, safe_open  # here: the image of the reward service reads no weights
+
     try:
         with safe_open(path, framework="numpy") as file:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no mapping
