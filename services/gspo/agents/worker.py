@@ -30,6 +30,10 @@ class RunUnreachableError(RuntimeError):
     """The gateway refuses the worker, or has not answered for too long."""
 
 
+class _RunEndedError(RunUnreachableError):
+    """The gateway is away since the run has ended."""
+
+
 @dataclass(frozen=True)
 class Task:
     """A rollout to play.
@@ -84,6 +88,7 @@ class AgentWorker:
     patience_s: float = 120.0
     name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
     counts: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0, "lost": 0})
+    _has_ended: bool = False
 
     async def run(self) -> None:
         """Play until the run has ended. A cancellation leaves the rollouts to other workers.
@@ -100,8 +105,12 @@ class AgentWorker:
     async def _play_all(self, http: httpx.AsyncClient) -> None:
         request = {"worker": self.name, "wait_s": _WAIT_S}
         while True:
-            reply = await self._post(http, "/v1/tasks/lease", self.token, request, self.patience_s)
+            try:
+                reply = await self._post(http, "/v1/tasks/lease", self.token, request, self.patience_s)
+            except _RunEndedError:
+                return
             if reply.status_code == HTTPStatus.GONE:
+                self._has_ended = True
                 return
             if reply.status_code == HTTPStatus.OK:
                 await self._play(http, reply.json())
@@ -154,17 +163,19 @@ class AgentWorker:
         """The reply; a gateway that is away is called again.
 
         Raises:
-            RunUnreachableError: It was away for `patience_s`.
+            RunUnreachableError: It was away for `patience_s`, or is away after the end of the run.
         """
         deadline_s = time.monotonic() + patience_s
         while True:
             try:
                 reply = await http.post(path, json=body, headers=_bearer(key))
-                if reply.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+                if reply.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
                     return reply
                 problem = reply.text[:_MOST_TEXT]
             except httpx.HTTPError as error:
                 problem = f"{type(error).__name__}: {error}"
+            if self._has_ended:
+                raise _RunEndedError(problem)
             if time.monotonic() >= deadline_s:
                 raise RunUnreachableError(f"{self.url} has not answered for {patience_s:g} s ({problem})")
             await asyncio.sleep(_PAUSE_S)

@@ -397,7 +397,7 @@ async def test_limits_and_wrong_calls_get_errors_of_the_clients_form(run: AgentR
     assert (await worker.post("finish", {"reward": float(1), "extra": 1})).status_code == 400
     other = {**worker.lease, "id": "999-0"}
     assert (await Player(other, worker.http, worker.openai, worker.anthropic).post("heartbeat")).status_code == 403
-    for key in ("", "wrong", worker.lease["key"], "agent-1-0.wrong"):
+    for key in ("none", "wrong", worker.lease["key"], "agent-1-0.wrong"):
         headers = {"authorization": f"Bearer {key}"}
         lease = await worker.http.post("/v1/tasks/lease", json={"worker": "w"}, headers=headers)
         assert lease.status_code == 401

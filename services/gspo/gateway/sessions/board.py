@@ -26,6 +26,8 @@ from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Rollout, Scored
 
 log = structlog.get_logger()
 _LOOK_EVERY_S = 0.2
+# Workers that wait for a task see within it that the run has ended.
+_LINGER_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Board:
     async def run(self) -> None:
         """Work until the service is stopping; tasks that are unfinished then go to other gateways."""
         await self._consumer.run()
+        await asyncio.sleep(_LINGER_S)
 
     def _capacity(self) -> int:
         """Groups that may be taken; one where nothing is open, however large it is."""

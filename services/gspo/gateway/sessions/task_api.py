@@ -73,9 +73,11 @@ def task_routes(service: Service, store: SessionStore) -> APIRouter:
     @router.post("/lease", response_model=None)
     async def lease(request: LeaseRequest) -> LeaseReply | Response:
         deadline_s = time.monotonic() + request.wait_s
-        while (session := await store.lease(request.worker)) is None:
+        while True:
             if service.stopping.is_set():
                 raise HTTPException(_GONE, "the run has ended: there are no more tasks")
+            if (session := await store.lease(request.worker)) is not None:
+                break
             if time.monotonic() >= deadline_s:
                 return Response(status_code=204)
             await asyncio.sleep(_LOOK_EVERY_S)
