@@ -479,6 +479,20 @@ async def test_a_tool_call_comes_back_in_the_clients_form_and_continues(
     assert TOKENIZER.decode(list(rollout.token_ids)).count(text_of_call) == 2
 
 
+async def test_a_text_of_an_agent_with_tools_continues(generator: SharedEngine, redis_url: str, tmp_path: Path) -> None:
+    """With tools, vLLM keeps special tokens in texts for its parsers, but for the end of the turn."""
+    tool: Any = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {}}}
+    speaking = replace(generator, engine=SpeakingEngine("42"))  # type: ignore[arg-type]
+    async with started_run(speaking, redis_url, tmp_path / "run", gateway={"tool_parser": "hermes"}) as run:
+        await run.issue()
+        worker = await run.lease()
+        first = await worker.chat(FIRST, tools=[tool])
+        await worker.chat(FIRST, first, {"role": "user", "content": "Sure?"}, tools=[tool])
+        await worker.finish()
+        rollout = await run.rollout()
+    assert (rollout.num_turns, len(rollout.branch_starts), rollout.text) == (2, 0, "42")
+
+
 async def test_another_gateway_goes_on_with_a_conversation(
     generator: SharedEngine, redis_url: str, tmp_path: Path
 ) -> None:

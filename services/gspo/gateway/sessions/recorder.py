@@ -136,7 +136,9 @@ class Recorder:
         Raises:
             VLLMValidationError: The rollout has ended.
         """
-        text = self.tokenizer.decode(self._token_ids, skip_special_tokens=skip_special_tokens)
+        # vLLM shows no end token, also where it shows other special tokens.
+        shown_ids = self._token_ids[:-1] if finish == "stop" else self._token_ids
+        text = self.tokenizer.decode(shown_ids, skip_special_tokens=skip_special_tokens)
         text = text.rpartition(stop)[0] if stop else text
         message, thoughts = self._message(text)
         shown = [shown.strip() for shown in (thoughts, message["content"]) if shown.strip()]
