@@ -57,10 +57,23 @@ def check(config: Config) -> None:
     Raises:
         InputError: A key contradicts another, the model folder is not whole, or the machine lacks what it needs.
     """
+    check_trackers(config.tracking)
+    check_training(config)
+    if config.teacher.address is not None and not own_rank():
+        folder = model_folder(config.model)
+        files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
+        check_teacher_server(config, folder, _text_config(files.config).get("vocab_size"))
+
+
+def check_training(config: Config) -> None:
+    """As `check`, without the programs that a trainer of logged steps does not call: trackers and a teacher's server.
+
+    Raises:
+        InputError: As for `check`.
+    """
     if warning := check_fits(config, learner_bytes(config), free_memory(), "the learner's memory"):
         warn(warning)
     engine_config(config)
-    check_trackers(config.tracking)
     _check_ranks(config)
     folder = model_folder(config.model)
     files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
@@ -69,8 +82,6 @@ def check(config: Config) -> None:
     _check_adapters(config.learner, folder, files)
     if config.teacher.path is not None:
         _check_teacher(config, folder, files)
-    if config.teacher.address is not None and not own_rank():
-        check_teacher_server(config, folder, _text_config(files.config).get("vocab_size"))
     _check_memory(config, files)
     if not own_rank():
         check_own_loss(config)

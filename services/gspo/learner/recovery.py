@@ -2,10 +2,13 @@
 
 It publishes nothing. A replayed version whose digest differs from the recorded one is recorded anew; generators that
 hold the old one then get a full push.
+
+services/gspo/learner/replay makes steps of a run again in another folder, with `restore` and `replay_step`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.assembler import Assembler
 from gspo.learner.objective.loss_file import keep_loss_file
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
-from gspo.learner.storage.run_directory import RunDir
+from gspo.learner.storage.run_directory import PolicyVersion, RunDir
 from gspo.learner.training.trainer_api import (
     Hyperparameters,
     NotFiniteError,
@@ -57,6 +60,34 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
             run's copy of a loss of the user's own is gone. Or the model has weights that are not finite. Or every
             checkpoint is damaged, and the log does not begin at the first step.
     """
+    trainer, assembler, weights, notices = restore(config, model, run_dir, activity, start)
+    to_replay = run_dir.steps_to_replay(after=weights.version if weights else 0)
+    for step in to_replay:
+        activity.set("busy", "replaying", f"step {step} of {to_replay[-1]}")
+        hyperparameters = hyperparameters_of(config, step, run_dir.versions.get(step))
+        try:
+            weights = replay_step(step, run_dir, trainer, assembler, hyperparameters)
+        except NotFiniteError as error:
+            raise InputError(
+                str(run_dir.steplog.path(step)), f"replaying it ends as it did before: {error}", "Then resume"
+            ) from error
+    weights = weights or initial_weights(trainer)
+    run_dir.append_version(weights.version, weights.digest, weights.dtype)
+    return RecoveredState(trainer, assembler, weights, notices)
+
+
+def restore(
+    config: Config, model: Path, run_dir: RunDir, activity: Activity, start: StartTrainer
+) -> tuple[TrainerApi, Assembler, PolicyWeights | None, tuple[str, ...]]:
+    """Start the trainer, and load the newest undamaged checkpoint.
+
+    Returns:
+        Trainer, assembler, the weights of the checkpoint's version, and notices about damaged checkpoints. Without a
+        checkpoint the weights are None: the trainer has those of the model.
+
+    Raises:
+        InputError: As for `recover`, replays apart.
+    """
     # Before the trainer: every rank takes the copy.
     keep_loss_file(config, run_dir.path)
     activity.set("busy", "loading the model", str(model))
@@ -72,13 +103,7 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
         rewards_count=not config.teacher.alone,
         sources=config.sources,
     )
-    to_replay = run_dir.steps_to_replay(after=weights.version if weights else 0)
-    for step in to_replay:
-        activity.set("busy", "replaying", f"step {step} of {to_replay[-1]}")
-        weights = _replay(config, step, run_dir, trainer, assembler)
-    weights = weights or _initial_weights(trainer)
-    run_dir.append_version(weights.version, weights.digest, weights.dtype)
-    return RecoveredState(trainer, assembler, weights, notices)
+    return trainer, assembler, weights, notices
 
 
 def _load_checkpoint(
@@ -133,7 +158,12 @@ def _difference(config: Config, run_dir: RunDir, loaded: PolicyWeights) -> str:
     )
 
 
-def _initial_weights(trainer: TrainerApi) -> PolicyWeights:
+def initial_weights(trainer: TrainerApi) -> PolicyWeights:
+    """Version 0, of a trainer that has trained nothing.
+
+    Raises:
+        InputError: The model has weights that are not finite.
+    """
     try:
         return weights_from(0, trainer.policy())
     except NotFiniteError as error:
@@ -167,24 +197,35 @@ def _pass_over(run_dir: RunDir, damage: dict[int, str], from_step: int) -> tuple
     return tuple(notices)
 
 
-def _replay(config: Config, step: int, run_dir: RunDir, trainer: TrainerApi, assembler: Assembler) -> PolicyWeights:
-    """Train a logged step once more; the weights of its version.
+def hyperparameters_of(
+    config: Config, step: int, recorded: PolicyVersion | None, configured: Collection[str] = ()
+) -> Hyperparameters:
+    """The hyperparameters of a logged step: those on record if its version is.
 
-    Its hyperparameters are on record if its version is. A step without a recorded version is trained with the
-    configured ones, so that a change may save a run that ended in it.
+    A step without a recorded version is trained with the configured ones, so that a change may save a run that ended
+    in it.
+
+    Args:
+        configured: Names of those that are as configured in any case.
+    """
+    used = configured_hyperparameters(config, step)
+    if recorded is None or not recorded.hyperparameters:
+        return used
+    return Hyperparameters(**{**recorded.hyperparameters, **{name: getattr(used, name) for name in configured}})
+
+
+def replay_step(
+    step: int, run_dir: RunDir, trainer: TrainerApi, assembler: Assembler, hyperparameters: Hyperparameters
+) -> PolicyWeights:
+    """Train a logged step once more, and record its version and figures; the weights of its version.
+
+    Raises:
+        NotFiniteError: Too many mini-batches in a row were not finite, or the weights are not.
     """
     rows, recorded = run_dir.steplog.read(step), run_dir.versions.get(step)
-    hyperparameters = configured_hyperparameters(config, step)
-    if recorded and recorded.hyperparameters:
-        hyperparameters = Hyperparameters(**recorded.hyperparameters)
     assembler.replay(rows)
-    try:
-        trained = trainer.train(step, rows, run_dir.not_applied(step), hyperparameters)
-        weights = weights_from(step, trainer.policy())
-    except NotFiniteError as error:
-        raise InputError(
-            str(run_dir.steplog.path(step)), f"replaying it ends as it did before: {error}", "Then resume"
-        ) from error
+    trained = trainer.train(step, rows, run_dir.not_applied(step), hyperparameters)
+    weights = weights_from(step, trainer.policy())
     run_dir.append_not_applied(step, map(asdict, trained.not_applied))
     same = recorded is None or recorded.digest == weights.digest
     if recorded is not None and not same and recorded.dtype == weights.dtype:

@@ -23,6 +23,8 @@ LOG_FOLDER = "log"
 LOSS_NAME = "loss.py"
 METRICS, EVALUATIONS, VERSIONS = "metrics.jsonl", "evaluations.jsonl", "policy.jsonl"
 SETTLED, NOT_APPLIED = "settled.jsonl", "not_applied.jsonl"
+# In a replay's folder: the policy versions of its run.
+REPLAYED_VERSIONS = "recorded.jsonl"
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,16 @@ class EvaluationRecord(LogLine):
 
 
 class VersionRecord(LogLine):
-    """A policy version: a line of policy.jsonl."""
+    """A policy version: a line of policy.jsonl.
+
+    Attributes:
+        dtype: Of the weights that the digest is of.
+    """
 
     version: int
     step: int
     digest: str
+    dtype: str = ""
 
 
 class SettledRecord(LogLine):

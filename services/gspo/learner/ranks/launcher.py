@@ -48,8 +48,8 @@ def cores_per_rank(num_ranks_here: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_ranks_here)
 
 
-def launch(config: Config, arguments: Sequence[str]) -> int:
-    """Run `python -m gspo.learner ARGUMENTS` once a rank, to the end of all; the exit code of the first to fail.
+def launch(config: Config, arguments: Sequence[str], module: str = "gspo.learner") -> int:
+    """Run `python -m MODULE ARGUMENTS` once a rank, to the end of all; the exit code of the first to fail.
 
     torchrun keeps the ranks: one that dies ends the others.
     """
@@ -68,7 +68,7 @@ def launch(config: Config, arguments: Sequence[str]) -> int:
         "0",
         # torchrun's own -m would put the working directory on sys.path.
         "--no-python",
-        *module_command("gspo.learner"),
+        *module_command(module),
         *arguments,
     ]
     try:

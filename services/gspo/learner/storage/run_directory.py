@@ -42,7 +42,6 @@ class PolicyVersion(VersionRecord):
     """A version of the policy as a replay needs it. (version, digest) identifies it everywhere.
 
     Attributes:
-        dtype: Of the weights that the digest is of.
         hyperparameters: Of its step, by the names of Hyperparameters; None of version 0.
     """
 

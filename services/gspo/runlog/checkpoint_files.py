@@ -1,0 +1,28 @@
+"""The checkpoints of a run directory as a reader sees them: whole ones, by the sizes in their manifests."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+def whole_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """The folders of the whole checkpoints by step, in order; reads no file's content but the manifests'."""
+    folder = run_dir / CHECKPOINTS
+    if not folder.is_dir():
+        return {}
+    named = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return {step: path for step, path in sorted(named.items()) if _is_whole(path)}
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether every file of the manifest is there at its full size; a learner may remove the folder meanwhile."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        return all((checkpoint / name).stat().st_size == entry["bytes"] for name, entry in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
