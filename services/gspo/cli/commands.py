@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gspo.cli.dead_letters import app as dead_letter_app
 from gspo.cli.plan.plan_command import plan
+from gspo.cli.replay.replay_command import replay
 from gspo.cli.reward.subcommands import app as reward_app
 from gspo.common.errors import InputError
 
@@ -246,6 +247,7 @@ def doctor(
 
 
 app.command()(plan)
+app.command()(replay)
 
 
 @app.command(name="eval")

@@ -40,7 +40,7 @@ from gspo.common.streams.keys import Keys
 from tests.unit.cli.step_logs import WHY, write_log
 
 Call = Callable[..., tuple[int, str, str]]
-COMMANDS = ("plan", "run", "agent", "status", "config", "export", "report", "init", "doctor", "eval", "certs")
+COMMANDS = ("plan", "replay", "run", "agent", "status", "config", "export", "report", "init", "doctor", "eval", "certs")
 
 
 @pytest.fixture
@@ -75,6 +75,7 @@ PATHS = (
     ("status", BAD),
     ("export", BAD, "out"),
     ("report", BAD),
+    ("replay", BAD),
     ("init", BAD),
     ("certs", BAD),
     ("doctor", BAD),
