@@ -18,7 +18,7 @@ import structlog
 from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
 from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, Subscription
-from gspo.common.streams.entries import SCHEMA
+from gspo.common.streams.entries import group_failure
 from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_key
 from gspo.common.tasks import task_group, wait_until_set
@@ -27,7 +27,7 @@ from gspo.generation.engine.api import EngineLike
 from gspo.generation.leased_task import LeasedTask, Saver, TaskSource, num_failed_deliveries
 from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
 from gspo.generation.rollout.in_flight import InFlightRollout
-from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Rollout, Scored
+from gspo_proto.rollout_pb2 import Rollout
 
 log = structlog.get_logger()
 # A version that another generator serves comes soon. If it does not, the tasks go to others, and this generator takes
@@ -235,9 +235,7 @@ class GenerationLoop:
 
 def _failure(source: TaskSource, delivery: Delivery, reason: str) -> list[tuple[str, bytes]]:
     """The failure that settles a group which cannot be generated."""
-    task: GroupTask = delivery.message
-    failure = GroupFailure(group=task.group, attempt=task.attempt, reason=f"generation: {reason}")
-    return [(source.scored_stream, Scored(schema=SCHEMA, failure=failure).SerializeToString())]
+    return [(source.scored_stream, group_failure(delivery.message, f"generation: {reason}"))]
 
 
 def _trace(traces: Traces, rollout: Rollout) -> None:

@@ -16,6 +16,7 @@ from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import (
     DeadLetter,
     Event,
+    GroupFailure,
     GroupTask,
     Outcome,
     Prompt,
@@ -58,6 +59,12 @@ def entry_kinds(keys: Keys) -> dict[str, type[Any]]:
         keys.scored: Scored,
         keys.eval_scored: Scored,
     }
+
+
+def group_failure(task: GroupTask, reason: str) -> bytes:
+    """The entry of `scored` that settles a group whose rollouts cannot be had."""
+    failure = GroupFailure(group=task.group, attempt=task.attempt, reason=reason)
+    return Scored(schema=SCHEMA, failure=failure).SerializeToString()
 
 
 def read_entry(kind: type[_Message], payload: bytes) -> _Message:

@@ -15,14 +15,14 @@ import structlog
 
 from gspo.common.service.app import Service
 from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, Subscription
-from gspo.common.streams.entries import SCHEMA
+from gspo.common.streams.entries import group_failure
 from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_key
 from gspo.common.telemetry import metrics
 from gspo.gateway.sessions.agent_rollout import agent_rollout
 from gspo.gateway.sessions.session_store import SessionStore
 from gspo.gateway.sessions.turns import Conversation
-from gspo_proto.rollout_pb2 import GroupFailure, GroupTask, Rollout, Scored
+from gspo_proto.rollout_pb2 import GroupTask, Rollout
 
 log = structlog.get_logger()
 _LOOK_EVERY_S = 0.2
@@ -145,6 +145,4 @@ class Board:
 
 def _failure(stream: TaskStream, delivery: Delivery, reason: str) -> list[tuple[str, bytes]]:
     """The failure that settles a group which agents cannot play."""
-    task: GroupTask = delivery.message
-    failure = GroupFailure(group=task.group, attempt=task.attempt, reason=f"agent: {reason}")
-    return [(stream.scored_stream, Scored(schema=SCHEMA, failure=failure).SerializeToString())]
+    return [(stream.scored_stream, group_failure(delivery.message, f"agent: {reason}"))]
