@@ -7,7 +7,6 @@ A plain ASGI app, so that services without a REST API need no web framework. A s
 from __future__ import annotations
 
 import asyncio
-import hmac
 import signal
 import sys
 from importlib.metadata import version
@@ -17,8 +16,8 @@ import structlog
 from prometheus_client import make_asgi_app
 
 from gspo.common.errors import EXIT_BAD_INPUT, InputError
-from gspo.common.network.auth_log import note_refusal
-from gspo.common.network.http_server import ASGIApp, HttpServer, Receive, Scope, Send, caller_of, header, reply
+from gspo.common.network.caller_key import WRONG_KEY, caller_key, is_token, refuse_key
+from gspo.common.network.http_server import ASGIApp, HttpServer, Receive, Scope, Send, reply
 from gspo.common.service.options import Options
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.activity import STARTING
@@ -44,8 +43,7 @@ class HealthProbes:
 
     def __init__(self, service: ProbedService, *, authorizes_itself: bool = False) -> None:
         self._service = service
-        token = "" if authorizes_itself else service.options.token
-        self._expected = f"Bearer {token}".encode() if token else b""
+        self._token = "" if authorizes_itself else service.options.token
         self._metrics: ASGIApp = make_asgi_app(metrics.served_by(service.options.service))
         metrics.BUILD_INFO.labels(service.options.service, version("gspo")).set(1)
 
@@ -58,23 +56,14 @@ class HealthProbes:
         elif path == "/readyz":
             facts = {"ready": not problems, "problems": problems} | self._service.facts
             await reply(send, 503 if problems else 200, facts)
-        elif not self._is_authorized(scope):
-            why = "the shared token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"
-            note_refusal("http", "token", caller=caller_of(scope), target=path, detail=why)
-            # Clients of OpenAI's and Anthropic's APIs show the message of `error`.
-            error = {"type": "authentication_error", "message": why}
-            await reply(send, 401, {"detail": why, "error": error})
+        elif not is_token(caller_key(scope), self._token):
+            await refuse_key(scope, send, WRONG_KEY)
         elif self._service.http_api is not None:
             await self._service.http_api(scope, receive, send)
         elif STARTING in problems:
             await reply(send, 503, {"detail": "the service is starting; /readyz tells when it is ready"})
         else:
             await reply(send, 404, {"detail": f"{path} is not here; try /healthz, /readyz, /metrics"})
-
-    def _is_authorized(self, scope: Scope) -> bool:
-        # Clients of Anthropic's API send the token alone, in a header of its own.
-        credentials = header(scope, b"authorization") or f"Bearer {header(scope, b'x-api-key')}"
-        return not self._expected or hmac.compare_digest(credentials.encode("latin-1"), self._expected)
 
 
 def serve_rejection(error: InputError, host: str, port: int) -> NoReturn:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
 
 from gspo.common.streams.keys import Keys, rollout_key
 from gspo_proto.agent_pb2 import AgentResult, TurnEntry
@@ -45,7 +46,7 @@ while true do
 end
 """
 
-# The beginning of the scripts below. KEYS[1] is the hash, ARGV[1] the secret.
+# The beginning of the scripts below. KEYS: hash, turns. ARGV[1] is the secret.
 _PLAYS = """
 if redis.call('HGET', KEYS[1], 'secret') ~= ARGV[1] or redis.call('HEXISTS', KEYS[1], 'result') == 1 then return -1 end
 """
@@ -53,7 +54,7 @@ if redis.call('HGET', KEYS[1], 'secret') ~= ARGV[1] or redis.call('HEXISTS', KEY
 # ARGV: secret, then fields and values.
 _WRITE = "redis.call('HSET', KEYS[1], unpack(ARGV, 2)) return 1"
 
-# KEYS: hash, turns. ARGV: secret, end of the lease, seconds, entry.
+# ARGV: secret, end of the lease, seconds, entry.
 _APPEND = """
 redis.call('HSET', KEYS[1], 'until', ARGV[2])
 redis.call('RPUSH', KEYS[2], ARGV[4])
@@ -87,6 +88,9 @@ return redis.call('HINCRBY', KEYS[1], 'attempt', 1)
 
 class SessionLostError(Exception):
     """The key is of no rollout that is played: its lease has ended, or the rollout has."""
+
+    def __init__(self) -> None:
+        super().__init__("this key plays no rollout: its lease has ended, or the rollout is finished")
 
 
 @dataclass(frozen=True)
@@ -173,10 +177,10 @@ class SessionStore:
         Raises:
             SessionLostError: It has none, or not any more.
         """
-        name, _, secret = key.rpartition(".")
+        name, secret = _parts(key)
         fields: Any = await self._redis.hgetall(self._hash(name)) if name else {}
         if not secrets.compare_digest(fields.get(b"secret", b""), secret.encode()) or b"result" in fields:
-            raise SessionLostError("this key plays no rollout: its lease has ended, or the rollout is finished")
+            raise SessionLostError
         return _session(key, fields)
 
     async def renew(self, key: str) -> None:
@@ -193,10 +197,10 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        payload, (name, _, secret) = result.SerializeToString(deterministic=True), key.rpartition(".")
         try:
-            await self._write(key, {"result": payload})
+            await self._write(key, {"result": result.SerializeToString()})
         except SessionLostError:
+            name, secret = _parts(key)
             known: Any = await self._redis.hmget(self._hash(name), "secret", "result")
             if known[0] != secret.encode() or AgentResult.FromString(known[1] or b"").reward != result.reward:
                 raise
@@ -207,9 +211,8 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        name, _, secret = key.rpartition(".")
-        args: list[Any] = [secret, time.time() + self._lease_s, _KEPT_S, entry.SerializeToString()]
-        await _checked(self._append_script([self._hash(name), self._turns(name)], args))
+        lease_end = time.time() + self._lease_s
+        await self._run(self._append_script, key, lease_end, _KEPT_S, entry.SerializeToString())
 
     async def reserve(self, key: str, context_tokens: int, answer_tokens: int) -> int:
         """The tokens that an answer may have, of those that the rollout has not used; 0 if none are left.
@@ -217,8 +220,7 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        name, _, secret = key.rpartition(".")
-        return await _checked(self._reserve_script([self._hash(name)], [secret, context_tokens, answer_tokens]))
+        return await self._run(self._reserve_script, key, context_tokens, answer_tokens)
 
     async def give_back(self, key: str, num_tokens: int) -> None:
         """Return reserved tokens that an answer did not use.
@@ -226,8 +228,7 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        name, _, secret = key.rpartition(".")
-        await _checked(self._return_script([self._hash(name)], [secret, num_tokens]))
+        await self._run(self._return_script, key, num_tokens)
 
     async def turns(self, name: str) -> list[TurnEntry]:
         """All that is written of a rollout's turns."""
@@ -253,8 +254,15 @@ class SessionStore:
             await self._redis.delete(*map(self._hash, names), *map(self._turns, names))
 
     async def _write(self, key: str, fields: dict[str, Any]) -> None:
-        name, _, secret = key.rpartition(".")
-        await _checked(self._write_script([self._hash(name)], [secret, *_flat(fields)]))
+        await self._run(self._write_script, key, *_flat(fields))
+
+    async def _run(self, script: AsyncScript, key: str, *args: Any) -> int:
+        """The reply of a script that begins with `_PLAYS`."""
+        name, secret = _parts(key)
+        reply = int(await script([self._hash(name), self._turns(name)], [secret, *args]))
+        if reply < 0:
+            raise SessionLostError
+        return reply
 
     def _hash(self, name: str) -> str:
         return self._keys.key(f"agent:{name}")
@@ -263,12 +271,10 @@ class SessionStore:
         return self._keys.key(f"agent_turns:{name}")
 
 
-async def _checked(reply: Any) -> int:
-    """The reply of a script that checks the secret."""
-    value = int(await reply)
-    if value < 0:
-        raise SessionLostError("this key plays no rollout: its lease has ended, or the rollout is finished")
-    return value
+def _parts(key: str) -> tuple[str, str]:
+    """The rollout's name and the secret of a worker's key."""
+    name, _, secret = key.rpartition(".")
+    return name, secret
 
 
 def _flat(fields: dict[str, Any]) -> list[Any]:

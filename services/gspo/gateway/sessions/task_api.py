@@ -7,7 +7,6 @@ and the worker renews and finishes.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -16,8 +15,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, HTTPException, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from gspo.common.network.auth_log import note_refusal
-from gspo.common.network.http_server import ASGIApp, Receive, Scope, Send, caller_of, header, reply
+from gspo.common.network.caller_key import WRONG_KEY, caller_key, is_token, refuse_key
+from gspo.common.network.http_server import ASGIApp, Receive, Scope, Send
 from gspo.common.service.app import Service
 from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
 from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
@@ -132,23 +131,22 @@ class CallerKeys:
         self._app, self._token, self._store, self._recorder = app, token, store, recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Clients of Anthropic's API send the key alone, in a header of its own.
-        key = header(scope, b"authorization").removeprefix("Bearer ") or header(scope, b"x-api-key")
-        refusal, is_agent, is_task = "", key.startswith(_KEY_PREFIX), scope["path"].startswith(f"{_TASKS}/")
-        if is_agent and is_task:
-            if not scope["path"].endswith(_OF_ONE_TASK):  # those check the key: a result may be sent twice
-                refusal = "the key of a rollout leases no other: send the run's shared token"
-        elif is_agent:
-            try:
-                session = await self._store.session(key.removeprefix(_KEY_PREFIX))
-                recorder_of_request.set(self._recorder(session))
-            except SessionLostError as error:
-                refusal = str(error)
-        elif self._token and not hmac.compare_digest(key.encode("latin-1"), self._token.encode()):
-            refusal = "the shared token is missing or wrong: send it as 'Authorization: Bearer TOKEN'"
-        if not refusal:
+        if why := await self._refusal(caller_key(scope), scope["path"]):
+            await refuse_key(scope, send, why)
+        else:
             await self._app(scope, receive, send)
-            return
-        note_refusal("http", "token", caller=caller_of(scope), target=scope["path"], detail=refusal)
-        error_body = {"type": "authentication_error", "message": refusal}
-        await reply(send, 401, {"detail": refusal, "error": error_body})
+
+    async def _refusal(self, key: str, path: str) -> str:
+        """Why a caller is refused; empty if it is not. An agent's request is recorded from here on."""
+        if not key.startswith(_KEY_PREFIX):
+            return "" if is_token(key, self._token) else WRONG_KEY
+        if path.startswith(f"{_TASKS}/"):
+            if path.endswith(_OF_ONE_TASK):  # those check the key: a result may be sent twice
+                return ""
+            return "the key of a rollout leases no other: send the run's shared token"
+        try:
+            session = await self._store.session(key.removeprefix(_KEY_PREFIX))
+        except SessionLostError as error:
+            return str(error)
+        recorder_of_request.set(self._recorder(session))
+        return ""
