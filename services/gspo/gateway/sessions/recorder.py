@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 
 from gspo.common.config.schema import Config
+from gspo.common.telemetry import metrics
 from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
 from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn, message_digest
 from gspo_proto.agent_pb2 import TurnBegin, TurnEnd, TurnEntry, TurnTokens
@@ -55,20 +56,19 @@ class Recorder:
 
     def continues(
         self,
+        conversation: Conversation,
         turn: RecordedTurn | None,
         context: Sequence[int],
         asked: str,
         messages: Sequence[Message],
-        *,
-        is_second: bool,
-    ) -> None:
-        """Note what the request continues.
+    ) -> list[int]:
+        """Note what the request continues; returns the tokens of its prompt.
 
         Args:
+            conversation: Of which `turn` is.
             context: The tokens behind those of `turn`, or all of a new branch.
             asked: Digest of all messages.
             messages: The new ones.
-            is_second: Another request continues `turn` too: the tokens up to it are in two branches.
 
         Raises:
             VLLMValidationError: The context of the first branch is longer than a prompt may be.
@@ -80,6 +80,10 @@ class Recorder:
                 "(algorithm.prompt_length of the run). Shorten it, or raise that key",
                 parameter="messages",
             )
+        # Where another request continues the turn too, the tokens up to it are in two branches.
+        is_second = conversation.is_continued(turn)
+        if is_second or (turn is None and conversation.turns):
+            metrics.AGENT_BRANCHES.inc()
         before = turn.all_token_ids if turn else []
         first = len(turn.line[0].begin.context) if turn else len(context)
         self._num_behind = len(before) + len(context) - first
@@ -91,6 +95,7 @@ class Recorder:
             messages_json=json.dumps(messages, ensure_ascii=False, default=str),
             unix_s=time.time(),
         )
+        return [*before, *context]
 
     async def started(self, params: SamplingParams) -> SamplingParams:
         """Write the beginning of the turn; returns the sampling of the run in place of the client's.

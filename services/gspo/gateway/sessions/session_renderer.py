@@ -11,13 +11,9 @@ from typing import Any
 
 from vllm.renderers import BaseRenderer, ChatParams
 
-from gspo.common.telemetry import metrics
+from gspo.common.model.answer_place import ANSWER, tokens_behind_answer
 from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
-from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn, prefix_digests
-
-# No template trims, splits or drops it; the text behind it is the text behind any answer.
-_ANSWER = "the-answer-of-the-policy"
-_ROLE = "assistant"
+from gspo.gateway.sessions.turns import Message, RecordedTurn, prefix_digests
 
 
 class SessionRenderer:
@@ -60,44 +56,28 @@ class SessionRenderer:
         turn, new, context = None, messages, token_ids
         if continued := conversation.continued(messages, digests, shown):
             before, place = continued
-            behind = await self._behind(messages, place, chat_params)
+            behind = await self._behind(before, messages, place, chat_params)
             if behind is not None:
-                turn, new, context = before, messages[place + 1 :], self._between(before, behind)
-        is_second = conversation.is_continued(turn)
-        _count_branch(conversation, turn, is_second=is_second)
-        recorder.continues(turn, context, digests[-1], new, is_second=is_second)
-        prompt["prompt_token_ids"] = [*(turn.all_token_ids if turn else ()), *context]
+                turn, new, context = before, messages[place + 1 :], behind
+        prompt["prompt_token_ids"] = recorder.continues(conversation, turn, context, digests[-1], new)
 
-    async def _behind(self, messages: list[Message], place: int, chat_params: ChatParams) -> str | None:
-        """The text that the template puts behind the reply at a place; None where it does not show the reply."""
-        shortened = [*messages[:place], {"role": _ROLE, "content": _ANSWER}, *messages[place + 1 :]]
-        _, prompt = await self._renderer.render_messages_async(shortened, chat_params)
-        text = prompt["prompt"] if isinstance(prompt, dict) else prompt
+    async def _behind(
+        self, turn: RecordedTurn, messages: list[Message], place: int, chat_params: ChatParams
+    ) -> list[int] | None:
+        """The tokens that the template puts behind the reply at a place; None where it does not show the reply."""
+        with_answer = [*messages[:place], ANSWER, *messages[place + 1 :]]
+        _, prompt = await self._renderer.render_messages_async(with_answer, chat_params)
+        text, tokenizer = prompt["prompt"] if isinstance(prompt, dict) else prompt, self._renderer.get_tokenizer()
         if not isinstance(text, str):
-            text = self._renderer.get_tokenizer().decode(text)
-        _, answer, behind = text.partition(_ANSWER)
-        return behind if answer else None
-
-    def _between(self, turn: RecordedTurn, behind: str) -> list[int]:
-        """The tokens of that text; the end of the turn is not repeated where the policy sampled it."""
-        token_ids = list(self._renderer.get_tokenizer().encode(behind, add_special_tokens=False))
-        last = turn.token_ids[-1] if turn.token_ids else None
-        return token_ids[1:] if token_ids and token_ids[0] == last else token_ids
+            text = tokenizer.decode(text)
+        return tokens_behind_answer(tokenizer, text, turn.token_ids[-1] if turn.token_ids else None)
 
     async def _record_text(self, recorder: Recorder, prompt: dict[str, Any]) -> None:
         token_ids, conversation = list(prompt["prompt_token_ids"]), await recorder.conversation()
         turn = conversation.continued_text(token_ids)
         context = token_ids[len(turn.all_token_ids) if turn else 0 :]
-        is_second = conversation.is_continued(turn)
-        _count_branch(conversation, turn, is_second=is_second)
         text = self._renderer.get_tokenizer().decode(context)
-        recorder.continues(turn, context, "", [{"role": "user", "content": text}], is_second=is_second)
-
-
-def _count_branch(conversation: Conversation, turn: RecordedTurn | None, *, is_second: bool) -> None:
-    """Count a request that continues no turn although there are some, and one that continues a turn a second time."""
-    if is_second or (turn is None and conversation.turns):
-        metrics.AGENT_BRANCHES.inc()
+        recorder.continues(conversation, turn, context, "", [{"role": "user", "content": text}])
 
 
 def _plain(message: Any) -> Message:

@@ -1,7 +1,7 @@
 """The tokens between two turns of the policy: an observation in the form of the chat template.
 
 Token in, token out: the policy's own text is neither rendered nor tokenised, so no template can drop or trim it. An
-observation is rendered behind a fixed example conversation, and the text behind the example's answer is taken.
+observation is rendered behind a fixed example conversation.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from gspo.common.model.answer_place import ANSWER, tokens_behind_answer
 from gspo_proto.rollout_pb2 import Prompt
 
 Message = dict[str, Any]
-# No template trims, splits or drops it; the text behind it is the text behind any answer.
-_ANSWER = "the-answer-of-the-policy"
-_BEFORE: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+_BEFORE: list[Message] = [{"role": "user", "content": "a"}, ANSWER]
 
 
 class ObservationError(Exception):
@@ -60,11 +59,10 @@ class ChatTurns:
             ObservationError: The template does not take it.
         """
         text = self._render([*_BEFORE, *as_messages(observation, role)])
-        _, answer, behind = text.partition(_ANSWER)
-        if not answer:
+        token_ids = tokens_behind_answer(self._tokenizer, text, last_token_id)
+        if token_ids is None:
             raise ObservationError("cannot be placed: the chat template does not show answers unchanged")
-        token_ids: list[int] = self._tokenizer.encode(behind, add_special_tokens=False)
-        return token_ids[1:] if token_ids and token_ids[0] == last_token_id else token_ids
+        return token_ids
 
     def _render(self, messages: list[Message]) -> str:
         try:

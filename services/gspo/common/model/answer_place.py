@@ -1,0 +1,31 @@
+"""What a chat template puts behind an answer of the policy, as tokens.
+
+The policy's own text is neither rendered nor tokenised again: a text of this module stands in its place when a
+conversation is rendered, and what follows that text follows any answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+# No template trims, splits or drops it.
+_TEXT = "the-answer-of-the-policy"
+ANSWER: dict[str, Any] = {"role": "assistant", "content": _TEXT}
+
+
+def tokens_behind_answer(
+    tokenizer: PreTrainedTokenizerBase, rendered: str, last_token_id: int | None
+) -> list[int] | None:
+    """The tokens behind ANSWER in a rendered conversation; None where the template does not show it unchanged.
+
+    Args:
+        last_token_id: The last token of the policy's turn. If it is the template's own end of a turn, that is not
+            repeated.
+    """
+    _, answer, behind = rendered.partition(_TEXT)
+    if not answer:
+        return None
+    token_ids: list[int] = tokenizer.encode(behind, add_special_tokens=False)
+    return token_ids[1:] if token_ids and token_ids[0] == last_token_id else token_ids
