@@ -24,7 +24,7 @@ from tests.support.gspo_run import WholeRun, whole_run
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
-STEPS, GROUPS = 2, 4
+STEPS, GROUPS = 2, 8
 ROLL = Path(__file__).parents[3] / "examples/arithmetic/roll.yaml"
 WEIGHTS = {"plain": 3.0, "game": 1.0}
 # One turn, whose letters are the reward: two answers of a group hardly have the same, so none of them is filtered.
