@@ -29,7 +29,7 @@ from gspo.learner.assembly.rows import row_from_scored
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, RewardUse, Rollout, Sampling, Score, Scored, ScoredRollout
 from tests.integration.generation.conftest import SharedEngine
 from tests.integration.generation.test_engine import Reference
-from tests.integration.generation.test_gateway import SpeakingEngine
+from tests.support.speaking_engine import SpeakingEngine
 from tests.support.started_gateway import TOKENIZER, Gateway, started_gateway
 from tests.support.tiny_model import make_tiny_model
 from tests.support.weights import stage
@@ -322,27 +322,23 @@ async def test_a_worker_that_is_silent_loses_its_rollout_and_writes_nothing_more
     generator: SharedEngine, redis_url: str, tmp_path: Path
 ) -> None:
     async with started_run(generator, redis_url, tmp_path / "run", agent={**AGENT, "lease_s": 4.0}) as run:
-        await _lose_and_play_again(run)
-
-
-async def _lose_and_play_again(run: AgentRun) -> None:
-    await run.issue()
-    lost = await run.lease()
-    await lost.chat({"role": "user", "content": "Lost."}, max_tokens=4)
-    again = await run.lease()  # waits for the end of the lease
-    assert (again.lease["id"], again.lease["attempt"]) == (lost.lease["id"], 2)
-    with pytest.raises(openai.AuthenticationError, match="its lease has ended"):
-        await lost.chat(FIRST)
-    assert (await lost.post("finish", {"reward": 0.0})).status_code == 410
-    for _ in range(12):  # heartbeats keep a lease beyond its length
-        await asyncio.sleep(0.5)
-        assert (await again.post("heartbeat")).status_code == 204
-    await again.chat(FIRST, max_tokens=4)
-    await again.finish()
-    await again.finish()  # the reply to the first may have been lost
-    rollout = await run.rollout()
-    assert rollout.num_turns == 1
-    assert "Lost" not in TOKENIZER.decode(list(rollout.prompt.token_ids))
+        await run.issue()
+        lost = await run.lease()
+        await lost.chat({"role": "user", "content": "Lost."}, max_tokens=4)
+        again = await run.lease()  # waits for the end of the lease
+        assert (again.lease["id"], again.lease["attempt"]) == (lost.lease["id"], 2)
+        with pytest.raises(openai.AuthenticationError, match="its lease has ended"):
+            await lost.chat(FIRST)
+        assert (await lost.post("finish", {"reward": 0.0})).status_code == 410
+        for _ in range(12):  # heartbeats keep a lease beyond its length
+            await asyncio.sleep(0.5)
+            assert (await again.post("heartbeat")).status_code == 204
+        await again.chat(FIRST, max_tokens=4)
+        await again.finish()
+        await again.finish()  # the reply to the first may have been lost
+        rollout = await run.rollout()
+        assert rollout.num_turns == 1
+        assert "Lost" not in TOKENIZER.decode(list(rollout.prompt.token_ids))
 
 
 async def test_a_rollout_that_no_worker_finishes_settles_its_group(

@@ -16,9 +16,10 @@ import pytest_asyncio
 
 from gspo.common.errors import InputError
 from gspo.gateway.check import check
-from gspo.generation.engine.api import Completion, EngineSampling, Tokens
+from gspo.generation.engine.api import Completion, EngineSampling
 from tests.integration.generation.conftest import SharedEngine
 from tests.support.service_process import make_run
+from tests.support.speaking_engine import SpeakingEngine
 from tests.support.started_gateway import (
     GREEDY,
     MESSAGES,
@@ -158,29 +159,6 @@ async def test_unknown_models_paths_and_callers_are_refused(gateway: Gateway) ->
         huge = await client.post(f"http://{gateway.address}/v1/messages", json={"messages": "x" * 17_000_000})
         assert huge.status_code == 413
         assert (await client.get(f"http://{gateway.address}/v1/files")).status_code == 404
-
-
-class SpeakingEngine:
-    """An engine with one answer, so that a parser of tool calls has something to read."""
-
-    version, is_asleep = 3, False
-
-    def __init__(self, text: str) -> None:
-        self._token_ids = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
-
-    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
-        """All of it, after a while in which its half can be seen."""
-        await asyncio.sleep(0.1)
-        return Completion(**vars(self.partial_output(request_id, len(self._token_ids))), finish="stop")
-
-    def num_sampled(self, request_id: str) -> int:
-        """Half of the answer."""
-        return len(self._token_ids) // 2
-
-    def partial_output(self, request_id: str, num: int | None = None) -> Tokens:
-        """Half of the answer."""
-        token_ids = self._token_ids[: num or self.num_sampled(request_id)]
-        return Tokens(token_ids, [-0.5] * len(token_ids), [self.version] * len(token_ids))
 
 
 class EndlessEngine(SpeakingEngine):
