@@ -1,7 +1,7 @@
-"""What a chat template puts behind an answer of the policy, as tokens.
+"""The tokens that a chat template puts behind an answer of the policy.
 
-The policy's own text is neither rendered nor tokenised again: a text of this module stands in its place when a
-conversation is rendered, and what follows that text follows any answer.
+The policy's own text is neither rendered nor tokenised again. A text of this module stands in its place when a
+conversation is rendered; what follows that text follows any answer.
 """
 
 from __future__ import annotations

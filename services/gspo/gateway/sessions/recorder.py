@@ -80,7 +80,7 @@ class Recorder:
                 "(algorithm.prompt_length of the run). Shorten it, or raise that key",
                 parameter="messages",
             )
-        # Where another request continues the turn too, the tokens up to it are in two branches.
+        # If another request continues the turn too, the tokens up to it are in two branches.
         is_second = conversation.is_continued(turn)
         if is_second or (turn is None and conversation.turns):
             metrics.AGENT_BRANCHES.inc()
