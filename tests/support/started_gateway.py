@@ -19,7 +19,7 @@ from gspo.common.service.app import Service
 from gspo.common.service.health import HealthProbes
 from gspo.common.streams.instances import Instance, Registration
 from gspo.gateway.app import startup
-from gspo.generation.engine.api import EngineSampling
+from gspo.generation.engine.api import Completion, EngineSampling, Tokens
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
@@ -34,6 +34,29 @@ MESSAGES: Any = [{"role": "user", "content": "Say something long."}]
 TOKENIZER = make_tokenizer()
 PROMPT = TOKENIZER.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
 GREEDY: dict[str, Any] = {"model": "policy", "temperature": 0.0, "max_tokens": 40}
+
+
+class SpeakingEngine:
+    """An engine with one answer, so that a parser of tool calls has something to read."""
+
+    version, is_asleep = 3, False
+
+    def __init__(self, text: str) -> None:
+        self._token_ids = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
+        """All of it, after a while in which its half can be seen."""
+        await asyncio.sleep(0.1)
+        return Completion(**vars(self.partial_output(request_id, len(self._token_ids))), finish="stop")
+
+    def num_sampled(self, request_id: str) -> int:
+        """Half of the answer."""
+        return len(self._token_ids) // 2
+
+    def partial_output(self, request_id: str, num: int | None = None) -> Tokens:
+        """Half of the answer."""
+        token_ids = self._token_ids[: num or self.num_sampled(request_id)]
+        return Tokens(token_ids, [-0.5] * len(token_ids), [self.version] * len(token_ids))
 
 
 @dataclass

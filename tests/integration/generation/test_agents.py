@@ -29,8 +29,7 @@ from gspo.learner.assembly.rows import row_from_scored
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, RewardUse, Rollout, Sampling, Score, Scored, ScoredRollout
 from tests.integration.generation.conftest import SharedEngine
 from tests.integration.generation.test_engine import Reference
-from tests.support.speaking_engine import SpeakingEngine
-from tests.support.started_gateway import TOKENIZER, Gateway, started_gateway
+from tests.support.started_gateway import TOKENIZER, Gateway, SpeakingEngine, started_gateway
 from tests.support.tiny_model import make_tiny_model
 from tests.support.weights import stage
 

@@ -19,13 +19,13 @@ from gspo.gateway.check import check
 from gspo.generation.engine.api import Completion, EngineSampling
 from tests.integration.generation.conftest import SharedEngine
 from tests.support.service_process import make_run
-from tests.support.speaking_engine import SpeakingEngine
 from tests.support.started_gateway import (
     GREEDY,
     MESSAGES,
     PROMPT,
     TOKENIZER,
     Gateway,
+    SpeakingEngine,
     started_gateway,
     started_generator,
 )

@@ -6,18 +6,21 @@ conversation is rendered; what follows that text follows any answer.
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import Any, Protocol
 
 # No template trims, splits or drops it.
 _TEXT = "the-answer-of-the-policy"
 ANSWER: dict[str, Any] = {"role": "assistant", "content": _TEXT}
 
 
-def tokens_behind_answer(
-    tokenizer: PreTrainedTokenizerBase, rendered: str, last_token_id: int | None
-) -> list[int] | None:
+class Encoder(Protocol):
+    """A tokenizer, of any library."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text."""
+
+
+def tokens_behind_answer(tokenizer: Encoder, rendered: str, last_token_id: int | None) -> list[int] | None:
     """The tokens behind ANSWER in a rendered conversation; None where the template does not show it unchanged.
 
     Args:
@@ -27,5 +30,5 @@ def tokens_behind_answer(
     _, answer, behind = rendered.partition(_TEXT)
     if not answer:
         return None
-    token_ids: list[int] = tokenizer.encode(behind, add_special_tokens=False)
+    token_ids = tokenizer.encode(behind, add_special_tokens=False)
     return token_ids[1:] if token_ids and token_ids[0] == last_token_id else token_ids
