@@ -23,6 +23,7 @@ from gspo.generation.loop import GenerationLoop
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
+from gspo.generation.rollout.remote_environment import RemoteEnvironments
 from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
 from gspo_proto import generation_pb2_grpc
 
@@ -52,18 +53,29 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
         # The engine's processes import, load the model and answer a first request before it returns.
         activity.set("busy", "starting vLLM", "and loading the model into it")
         engine = await start_engine(config, folder)
+        remotes = RemoteEnvironments(config.sources)
         try:
-            yield _app(service, folder, engine, copies, await asyncio.to_thread(engine_cards, config.generation.engine))
+            cards = await asyncio.to_thread(engine_cards, config.generation.engine)
+            yield _app(service, folder, engine, copies, cards, remotes)
         finally:
+            await remotes.aclose()
             await engine.stop()
             copies.close()
 
 
-def _app(service: Service, folder: Path, engine: EngineLike, copies: PolicyCopies, cards: Mapping[str, str]) -> App:
+def _app(
+    service: Service,
+    folder: Path,
+    engine: EngineLike,
+    copies: PolicyCopies,
+    cards: Mapping[str, str],
+    remotes: RemoteEnvironments,
+) -> App:
     config = service.config
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     environments = EnvironmentClient(service)
-    driver = RolloutDriver(engine, tokenizer, config.generation, Episodes(environments, tokenizer))
+    episodes = Episodes(environments, tokenizer, remotes, config.staleness.max_attempts)
+    driver = RolloutDriver(engine, tokenizer, config.generation, episodes)
     loop = GenerationLoop(service, engine, driver)
     servicer = GenerationGrpcServicer(service, engine, copies, driver, loop)
     return App(

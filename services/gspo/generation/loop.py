@@ -14,6 +14,7 @@ from functools import partial
 from operator import attrgetter
 
 import structlog
+from redis.exceptions import RedisError
 
 from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
@@ -66,8 +67,9 @@ class GenerationLoop:
             stopping=service.stopping,
             drain_s=config.run.drain_timeout_s / 2,
             order=self._order,
-            on_cut_off=partial(self._saver.save_paused, self._leased),  # they go on elsewhere at once
+            on_cut_off=self._cut_off,
         )
+        self._cuts_off = False
 
     @property
     def num_running(self) -> int:
@@ -195,11 +197,15 @@ class GenerationLoop:
 
     async def _generate_rollout(self, leased: LeasedTask, rollout: InFlightRollout) -> None:
         """Go on with one rollout until it has ended, or has to leave its place to others."""
-        while (finished := await self._driver.drive(rollout, leased.source.segment_tokens)) is None:
-            leased.pauses = leased.pauses or await self._others_wait(leased.source)
-            if leased.pauses:
-                self._release(leased, 1)
-                return
+        try:
+            finished = await self._finished(leased, rollout)
+        except BaseException:
+            # A drain leaves it to others. Otherwise another generator has it, or its group has ended.
+            self._driver.hand_over(rollout, None if self._cuts_off else partial(_goes_on, leased))
+            raise
+        if finished is None:
+            self._release(leased, 1)
+            return
         self._release(leased, 1)
         del leased.in_flight[rollout.number]
         stream, payload = leased.source.finished_stream, finished.SerializeToString()
@@ -209,6 +215,19 @@ class GenerationLoop:
             log.info("lease_lost", rollout=rollout.rollout_key, detail=detail)
         elif not finished.evaluation:
             _trace(self._service.traces, finished)
+
+    async def _finished(self, leased: LeasedTask, rollout: InFlightRollout) -> Rollout | None:
+        """The finished rollout; None where it pauses, because other tasks wait."""
+        while (finished := await self._driver.drive(rollout, leased.source.segment_tokens)) is None:
+            leased.pauses = leased.pauses or await self._others_wait(leased.source)
+            if leased.pauses:
+                return None
+        return finished
+
+    async def _cut_off(self) -> None:
+        """The drain has taken too long: the leased tasks go on elsewhere at once."""
+        self._cuts_off = True
+        await self._saver.save_paused(self._leased)
 
     def _release(self, leased: LeasedTask, num: int) -> None:
         """Free the places of rollouts that have ended, or will not run."""
@@ -231,6 +250,15 @@ class GenerationLoop:
         metrics.ROLLOUTS_PAUSED.inc(len(leased.in_flight))
         await self._saver.save_paused([leased])
         await inbox.requeue(delivery, stream=self._paused.inbox.stream, group=leased.task.group)
+
+
+async def _goes_on(leased: LeasedTask) -> bool:
+    """Whether a task is still in its stream, for this generator or another one."""
+    try:
+        return await leased.source.inbox.has(leased.delivery)
+    except RedisError as error:
+        log.warning("task_unknown", reason=str(error), detail="its sessions stay open for others")
+        return True
 
 
 def _failure(source: TaskSource, delivery: Delivery, reason: str) -> list[tuple[str, bytes]]:

@@ -22,6 +22,7 @@ from gspo.common.config.sources import Source
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.network.credentials import redis_arguments
 from gspo.common.streams.entries import task_json
+from gspo.reward.environment_trial import try_server
 from gspo.reward.functions.arguments import check_columns
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.environment_steps import EnvironmentSteps
@@ -65,7 +66,9 @@ async def _check(config: Config) -> None:
 
 
 async def _check_source(source: Source, library: Library, prompts: dict[str, list[Prompt]]) -> None:
-    training = prompts[source.prompts_key]
+    training, environment = prompts[source.prompts_key], source.environment
+    if environment.url is not None:
+        await try_server(environment, source.environment_key, task_json(training[0]), TRIAL_TEXT)
     for key, spec in source.code():
         function = await library.find(spec.label, spec.version or "")
         if isinstance(spec, EnvironmentConfig):

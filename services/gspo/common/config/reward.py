@@ -105,7 +105,7 @@ class RewardFunction(Section):
         """Name in tasks, scores, logs and metrics."""
         if self.name or self.builtin:
             return self.name or self.builtin or ""
-        return self.path.stem if self.path else re.sub(r"[^A-Za-z0-9._-]", "-", urlsplit(self.url or "").netloc)
+        return self.path.stem if self.path else _host_label(self.url)
 
     @property
     def registered(self) -> bool:
@@ -185,14 +185,40 @@ class RewardConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """A multi-turn environment: a file, a built-in, or a name registered over REST; none of them is single-turn."""
+    """A multi-turn environment: a file, a built-in, a server, or a name registered over REST; none is single-turn."""
 
     path: FilePath | None = Field(None, description="Python file with `reset(task)` and `step(state, action)`")
     builtin: Literal["tools"] | None = Field(
         None, description="An environment that comes with gspo: tools answers the calls of environment.tools"
     )
+    url: str | None = Field(
+        None,
+        pattern=HTTP_ADDRESS,
+        description="URL of a server of yours with the environment, which keeps its state; the key is in "
+        "GSPO_ENVIRONMENT_API_KEY, if it wants one",
+        json_schema_extra=ON_RESUME,
+    )
+    protocol: Literal["http", "openenv"] = Field(
+        "http", description="How the server of url is asked: reset, step and close over HTTP, or OpenEnv's WebSocket"
+    )
+    action_field: str = Field("message", description="Field of OpenEnv's action that takes the policy's text")
+    observation_field: str | None = Field(
+        None, description="Field of OpenEnv's observation that the policy sees; null: all of them, as JSON"
+    )
+    ping_every_s: PositiveFloat = Field(
+        10.0,
+        description="Time between two pings of a session of url; half of the server's time to live or less",
+        json_schema_extra=ON_RESUME,
+    )
+    reach_timeout_s: PositiveFloat = Field(
+        30.0,
+        description="Longest that the server of url may be unreachable; then the attempt fails as "
+        "environment_unreachable",
+        json_schema_extra=ON_RESUME,
+    )
     name: RunName | None = Field(
-        None, description="Name in logs and metrics; default: of the file or built-in. Alone: a registered environment"
+        None,
+        description="Name in logs and metrics; default: of the file, built-in or host. Alone: a registered environment",
     )
     version: VersionText | None = Field(
         None, description="Version of a registered environment, or 8 or more of its first characters; default: active"
@@ -237,17 +263,19 @@ class EnvironmentConfig(Section):
     @property
     def used(self) -> bool:
         """Whether rollouts are conversations."""
-        return bool(self.path or self.builtin or self.name)
+        return bool(self.path or self.builtin or self.url or self.name)
 
     @property
     def label(self) -> str:
         """Name in tasks, logs and metrics; empty where there is none."""
-        return self.name or self.builtin or (self.path.stem if self.path else "")
+        if self.name or self.builtin:
+            return self.name or self.builtin or ""
+        return self.path.stem if self.path else _host_label(self.url)
 
     @property
     def registered(self) -> bool:
         """Whether it is a name of the registry."""
-        return self.name is not None and self.path is None and self.builtin is None
+        return self.name is not None and not (self.path or self.builtin or self.url)
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
@@ -270,15 +298,40 @@ class EnvironmentConfig(Section):
     def _is_one_thing(self) -> EnvironmentConfig:
         if not self.used:
             rule = "belongs to an environment, and there is none"
-            self.check_defaults(rule, "Set environment.path, builtin or name")
+            self.check_defaults(rule, "Set environment.path, builtin, url or name")
             return self
-        if self.path is not None and self.builtin is not None:
-            raise ConfigError("builtin", NO_VALUE, "stands beside path, and it is one of them", "Leave one out")
+        kinds = [key for key in ("path", "builtin", "url") if getattr(self, key) is not None]
+        if len(kinds) > 1:
+            raise ConfigError(kinds[1], NO_VALUE, f"stands beside {kinds[0]}, and it is one of them", "Leave one out")
         if self.version is not None and not self.registered:
             raise ConfigError("version", NO_VALUE, "only a registered environment has one", "Leave it out")
         for key in ("entry", "reads"):
             if getattr(self, key) and self.path is None:
                 raise ConfigError(key, NO_VALUE, "belongs to a file", "Leave it out, or set environment.path")
+        return self
+
+    @model_validator(mode="after")
+    def _server_takes_its_keys(self) -> EnvironmentConfig:
+        if self.url is None:
+            for key in ("protocol", "action_field", "observation_field", "ping_every_s", "reach_timeout_s"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise self.wrong(key, "belongs to an environment on a server", "Leave it out, or set url")
+            return self
+        if urlsplit(self.url).password is not None:
+            raise ConfigError(
+                "url", NO_VALUE, "holds a password", "Leave it out; GSPO_ENVIRONMENT_API_KEY may hold a key"
+            )
+        if self.memory_mb is not None:
+            raise self.wrong("memory_mb", "has no effect: the environment runs on its server", "Leave it out")
+        if self.protocol == "openenv":
+            if self.tools:
+                raise ConfigError(
+                    "tools", NO_VALUE, "have no place in OpenEnv's actions", "Leave them out, or set protocol: http"
+                )
+            return self
+        for key in ("action_field", "observation_field"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise self.wrong(key, "names a field of OpenEnv", "Leave it out, or set protocol: openenv")
         return self
 
     @model_validator(mode="after")
@@ -301,6 +354,11 @@ class EnvironmentConfig(Section):
         if self.turn_tokens is None and self.long_turn == "end":
             raise ConfigError("long_turn", "end", "needs a limit that ends turns", "Set environment.turn_tokens")
         return self
+
+
+def _host_label(url: str | None) -> str:
+    """The name of a function or environment by its host and port."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", urlsplit(url or "").netloc.rpartition("@")[2])
 
 
 def _check_tool(key: str, tool: str | Mapping[str, Any]) -> None:

@@ -333,6 +333,12 @@ class Config(Section):
         if segment is None:
             return self
         key, longest = "generation.segment_tokens", self.algorithm.response_length
+        if any(source.environment.url is not None for source in self.sources):
+            raise self.wrong(
+                key,
+                "pauses rollouts, and meanwhile a server ends the sessions of environment.url",
+                "Leave it out",
+            )
         num_segments = -(-longest // segment)
         if staleness.max_lag == 0:
             raise self.wrong(

@@ -5,7 +5,7 @@ A run of one source is a list of one, whose reward and environment are the secti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -118,10 +118,10 @@ class Source:
         ]
 
     def code(self) -> Iterator[tuple[str, CodeSpec]]:
-        """Its functions and its environment, by their places in the configuration."""
+        """Its functions and its environment, by their places in the configuration; no environment on a server."""
         for index, function in enumerate(self.functions):
             yield f"{self.functions_key}.{index}", function
-        if self.environment.used:
+        if self.environment.used and self.environment.url is None:
             yield self.environment_key, self.environment
 
 
@@ -161,6 +161,7 @@ def check_sources(config: Config) -> None:
     needs_rewards = not config.teacher.alone or bool(config.evaluation.files)
     for source in config.sources:
         _check_rewards(source, is_needed=needs_rewards)
+    remote_environments(config.sources)
     _check_effect(config)
     if len(config.data.sources) > 1:
         _check_several(config)
@@ -229,6 +230,23 @@ def _check_several(config: Config) -> None:
                 "is of no source, and each held-out file is scored as the source of its name",
                 f"Give each file the name of a source: {', '.join(names)}",
             )
+
+
+def remote_environments(sources: Sequence[Source]) -> dict[str, tuple[str, EnvironmentConfig]]:
+    """The environments on servers by their names in tasks, each with its place in the configuration.
+
+    Raises:
+        ConfigError: One name stands for two environments.
+    """
+    remotes: dict[str, tuple[str, EnvironmentConfig]] = {}
+    for source in sorted(sources, key=lambda source: source.environment.url is None):
+        key, environment = source.environment_key, source.environment
+        if environment.url is not None:
+            remotes.setdefault(environment.label, (key, environment))
+        if environment.label in remotes and _loaded(remotes[environment.label][1]) != _loaded(environment):
+            rule = f"'{environment.label}' names two environments"
+            raise ConfigError(f"{key}.name", NO_VALUE, rule, "Give each a name of its own with `name:`")
+    return remotes
 
 
 def code_of(sources: Iterable[Source]) -> dict[str, CodeSpec]:

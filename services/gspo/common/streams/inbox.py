@@ -254,6 +254,10 @@ class Inbox:
         args = [delivery.entry, delivery.num_deliveries, delivery.payload, field]
         return bool(await self._call(self._requeue_script, [self._keys.open, stream or self.stream], args))
 
+    async def has(self, delivery: Delivery) -> bool:
+        """Whether the entry is still in its stream, under this lease or another."""
+        return bool(await self._redis.xrange(self.stream, delivery.entry, delivery.entry, count=1))
+
     async def num_untaken(self) -> int:
         """Entries that no consumer has taken."""
         try:

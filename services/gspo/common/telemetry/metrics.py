@@ -103,7 +103,13 @@ PUSH_PAUSE_SECONDS = _generation.histogram("gspo_push_pause_seconds", "Pause of 
 PUSHES_RECEIVED = _generation.counter("gspo_pushes_received", "Weight pushes by result", ["result"])
 ENVIRONMENT_SECONDS = _generation.histogram("gspo_environment_seconds", "Time of a reset or step, by call", ["call"])
 ENVIRONMENT_RETRIES = _generation.counter(
-    "gspo_environment_retries", "Resets and steps repeated at another reward replica"
+    "gspo_environment_retries", "Resets and steps repeated at another reward replica, or at an environment's server"
+)
+ENVIRONMENT_SESSIONS = _generation.gauge(
+    "gspo_environment_sessions", "Sessions on an environment's server that rollouts here have"
+)
+SESSIONS_LOST = _generation.counter(
+    "gspo_sessions_lost", "Sessions that an environment's server lost; the rollout began anew", ["kind"]
 )
 ENVIRONMENT_FAILURES = _generation.counter(
     "gspo_environment_failures", "Rollouts ended by a failed environment", ["kind"]

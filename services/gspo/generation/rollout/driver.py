@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -66,9 +66,10 @@ class RolloutDriver:
             RolloutAbortedError: The engine's request was ended from outside.
         """
         rollout.begin_segment()
+        await self._episodes.resume(rollout)
         while True:
             if self._restarts and rollout.is_outdated(self._engine.version):
-                metrics.TOKENS_RESTARTED.inc(rollout.restart())
+                self._restart(rollout)
             match rollout.next_action(self._engine.version, segment_tokens, time.time()):
                 case SampleAction() as action:
                     await self._sample(rollout, action)
@@ -79,9 +80,18 @@ class RolloutDriver:
                 case PlainAction.PAUSE:
                     return None
                 case PlainAction.FINISH:
+                    self._episodes.end(rollout)
                     finished = rollout.finished(self._detokenizer.text(rollout.policy_turn), time.time())
                     _count(finished)
                     return finished
+
+    def hand_over(self, rollout: InFlightRollout, is_needed: Callable[[], Awaitable[bool]] | None) -> None:
+        """Leave an unfinished rollout whose `drive` was cancelled; `is_needed` as in Episodes."""
+        self._episodes.hand_over(rollout, is_needed)
+
+    def _restart(self, rollout: InFlightRollout, num_unsaved: int = 0) -> None:
+        self._episodes.end(rollout)
+        metrics.TOKENS_RESTARTED.inc(rollout.restart() + num_unsaved)
 
     async def _sample(self, rollout: InFlightRollout, action: SampleAction) -> None:
         """Ask the engine for the next piece. A weight update under `on_update: restart` drops the rollout's tokens."""
@@ -96,7 +106,7 @@ class RolloutDriver:
         finally:
             rollout.request_id = ""
         if piece.finish == "restart":
-            metrics.TOKENS_RESTARTED.inc(rollout.restart() + len(piece.token_ids))
+            self._restart(rollout, len(piece.token_ids))
             return
         if piece.finish == "aborted" and not fired.is_set():
             raise RolloutAbortedError(f"rollout {rollout.rollout_key} was aborted in the engine")

@@ -1,7 +1,8 @@
 """The environment's part of a rollout: asks it for the episode's beginning and for the answer to each turn.
 
 Each answer is reported to the rollout in one go, so that a save is always before or after a step. Steps are pure, so
-any generator may continue from there. The policy's own tokens are never tokenised again.
+any generator may continue from there; an environment on a server has the state itself, in a session that the generator
+takes over. The policy's own tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+import structlog
 from transformers import PreTrainedTokenizerBase
 
 from gspo.common.streams.entries import task_json
@@ -20,11 +22,14 @@ from gspo.common.telemetry import metrics
 from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError, PlainTurns, as_messages
 from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.in_flight import InFlightRollout
+from gspo.generation.rollout.remote_environment import LOST_KINDS, RemoteEnvironment, RemoteEnvironments
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import Play
 
 if TYPE_CHECKING:
     from gspo.generation.rollout.tool_parser import ToolParser
+
+log = structlog.get_logger()
 
 
 class Episodes:
@@ -32,27 +37,77 @@ class Episodes:
 
     Args:
         environments: Asks the reward replicas.
+        remotes: The environments on servers; none by default.
+        max_attempts: Times that a rollout begins whose sessions on a server are lost.
     """
 
-    def __init__(self, environments: EnvironmentClient, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        environments: EnvironmentClient,
+        tokenizer: PreTrainedTokenizerBase,
+        remotes: RemoteEnvironments | None = None,
+        max_attempts: int = 1,
+    ) -> None:
         self._environments, self._tokenizer = environments, tokenizer
+        self._remotes, self._max_attempts = (remotes or RemoteEnvironments()).by_name, max_attempts
         self._plain = PlainTurns(tokenizer)
         self._chats: dict[str, ChatTurns] = {}
         self._parsers: dict[tuple[str, str], ToolParser] = {}
 
     async def reset(self, rollout: InFlightRollout) -> None:
         """Begin the episode, and put the environment's first observation behind the prompt."""
-        task, play = rollout.task, rollout.task.play
+        task, play, remote = rollout.task, rollout.task.play, self._remote(rollout)
         request = ResetRequest(environment=task.environment, version=play.version, task_json=task_json(task.prompt))
-        reply = await self._in_time(rollout, self._environments.reset(request, play.step_timeout_s))
+        if remote is None:
+            reply = await self._in_time(rollout, self._environments.reset(request, play.step_timeout_s))
+        else:  # it bounds the wait for a place itself, and the conversation's time begins after that
+            reply = await remote.reset(request, play.step_timeout_s)
         if reply is None:
             rollout.on_time_over()
             return
-        rollout.on_reset(reply.version, reply.state_json)
+        if self._begins_anew(rollout, reply):
+            return
+        rollout.on_reset(reply.version, reply.state_json, None if remote is None else time.time())
         if reply.HasField("failure"):
             _fail(rollout, reply.failure.kind, reply.failure.text)
         elif observation := json.loads(reply.observation_json or '""'):
             self._open(rollout, observation)
+
+    async def resume(self, rollout: InFlightRollout) -> None:
+        """Take over the session of a rollout that another generator began."""
+        remote, state = self._remote(rollout), rollout.state
+        if remote is None or rollout.ended or not state.state_json:
+            return
+        reply = await remote.resume(state.state_json)
+        if reply.HasField("failure") and not self._begins_anew(rollout, reply):
+            _fail(rollout, reply.failure.kind, reply.failure.text)
+
+    def end(self, rollout: InFlightRollout) -> None:
+        """End the session of a rollout that has ended, or begins anew."""
+        remote = self._remote(rollout)
+        if remote is not None and rollout.state.state_json:
+            remote.close(rollout.state.state_json)
+
+    def hand_over(self, rollout: InFlightRollout, is_needed: Callable[[], Awaitable[bool]] | None) -> None:
+        """Leave the session of an unfinished rollout to the next generator; arguments as in remote_environment.py."""
+        remote = self._remote(rollout)
+        if remote is not None and rollout.state.state_json:
+            remote.hand_over(rollout.state.state_json, is_needed)
+
+    def _remote(self, rollout: InFlightRollout) -> RemoteEnvironment | None:
+        return self._remotes.get(rollout.task.environment)
+
+    def _begins_anew(self, rollout: InFlightRollout, reply: EnvironmentReply) -> bool:
+        """Whether the rollout's session is lost, and it begins another one as its next attempt."""
+        is_lost = self._remote(rollout) is not None and reply.failure.kind in LOST_KINDS
+        if not is_lost or rollout.num_lost + 1 >= self._max_attempts:
+            return False
+        rollout.num_lost += 1
+        metrics.SESSIONS_LOST.labels(reply.failure.kind).inc()
+        log.warning(reply.failure.kind, rollout=rollout.rollout_key, detail=f"it begins anew: {reply.failure.text}")
+        self.end(rollout)
+        rollout.restart()
+        return True
 
     def _open(self, rollout: InFlightRollout, observation: Any) -> None:
         try:
@@ -84,7 +139,10 @@ class Episodes:
             action=text,
             calls_json=json.dumps(calls) if play.tools_json else "",
         )
-        reply = await self._in_time(rollout, self._environments.step(request, play.step_timeout_s))
+        environment = self._remote(rollout) or self._environments
+        reply = await self._in_time(rollout, environment.step(request, play.step_timeout_s))
+        if reply is not None and self._begins_anew(rollout, reply):
+            return
         rollout.on_turn_read(text)
         if reply is None:
             rollout.on_time_over()

@@ -66,6 +66,7 @@ class InFlightRollout:
     Attributes:
         state: The saved part of the rollout.
         request_id: The engine's request that samples for it now; empty while there is none.
+        num_lost: Times that it began anew here, because its session on an environment's server was lost.
         num_saved: Tokens in the newest save.
         saved_s: Time of the newest save, by the monotonic clock.
     """
@@ -75,7 +76,7 @@ class InFlightRollout:
         self.rollout_key = rollout_key(task.group, number, task.evaluation)
         self.state = saved_state(saved) or _new_state(time.time())
         self.state.generator = generator
-        self.request_id = ""
+        self.request_id, self.num_lost = "", 0
         self.num_saved, self.saved_s = len(self.state.token_ids), time.monotonic()
         self._segment_start = 0
 
@@ -187,8 +188,9 @@ class InFlightRollout:
             rollout_pb2.OUTCOME_STEP_TIME_LIMIT if kind == "timeout" else rollout_pb2.OUTCOME_ENVIRONMENT_FAILED
         )
 
-    def on_reset(self, environment_version: str, state_json: str) -> None:
-        """The environment has begun the episode."""
+    def on_reset(self, environment_version: str, state_json: str, began_unix_s: float | None = None) -> None:
+        """The environment has begun the episode; its time limit starts anew where it had to wait for a place."""
+        self.state.started_unix_s = self.state.started_unix_s if began_unix_s is None else began_unix_s
         self.state.episode.CopyFrom(Episode(version=environment_version))
         self.state.state_json = state_json
 

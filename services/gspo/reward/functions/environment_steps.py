@@ -6,10 +6,10 @@ Their state is a JSON value that the caller keeps, so any replica can take any s
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo.common.plain_json import finite_number, is_observation
 from gspo.reward.functions.arguments import NotAskableError
 from gspo.reward.functions.library import Function, counted
 from gspo.reward.registry.usage import UsageCounter
@@ -68,7 +68,7 @@ class EnvironmentSteps:
             answer = await function.callee.call(question, session=self._session)
             form = "step returned {}, not (state, observation, reward, done)"
             state, observation, reward, done = _fields(answer.values, 4, form)
-            number = _finite(reward)
+            number = finite_number(reward)
             if number is None:
                 raise _invalid(f"step returned a reward that is not a finite number: {_dump(reward)[:100]}")
             if not isinstance(done, bool):
@@ -90,17 +90,6 @@ def _dump(value: Any) -> str:
         raise _invalid("it returned a value that is nested too deeply") from error
 
 
-def _finite(value: Any) -> float | None:
-    """A finite number as a float; None for anything else, also for an integer beyond every float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
 def _fields(values: Any, count: int, otherwise: str) -> list[Any]:
     if not isinstance(values, list) or len(values) != count:
         was = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
@@ -110,11 +99,7 @@ def _fields(values: Any, count: int, otherwise: str) -> list[Any]:
 
 def _observation(value: Any) -> str:
     """Text, or a list of chat messages, as JSON."""
-    messages = isinstance(value, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-        for message in value
-    )
-    if not isinstance(value, str) and not messages:
+    if not is_observation(value):
         raise _invalid("the observation is neither text nor a list of messages with role and content")
     return _dump(value)
 

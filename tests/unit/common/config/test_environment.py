@@ -29,6 +29,36 @@ def test_an_environment_of_ones_own(minimal: dict[str, Any]) -> None:
     assert config.environment.descriptions == [LOOK]
 
 
+def test_an_environment_on_a_server(minimal: dict[str, Any]) -> None:
+    keys = {"protocol": "openenv", "action_field": "text", "observation_field": "said", "ping_every_s": 5.0}
+    config = with_environment(minimal, url="http://game.example:8000/a", reach_timeout_s=7.0, **keys)
+    environment = config.environment
+    assert (environment.label, environment.registered, environment.used) == ("game.example-8000", False, True)
+    assert [spec.label for _, spec in config.sources[0].code()] == ["reward"], "the reward service loads no such code"
+    assert with_environment(minimal, url="http://a:1", name="game").environment.label == "game"
+
+
+def test_a_paused_rollout_would_lose_its_session(minimal: dict[str, Any]) -> None:
+    minimal["generation"] = {"segment_tokens": 512}
+    with pytest.raises(InputError, match=r"a server ends the sessions of environment\.url") as error:
+        with_environment(minimal, url="http://a:1")
+    assert error.value.where == "generation.segment_tokens"
+
+
+def test_one_name_is_one_environment(minimal: dict[str, Any]) -> None:
+    first, second = ({"name": name, "prompts": "p.jsonl", "functions": []} for name in ("a", "b"))
+    minimal["data"] = {"sources": [first, second]}
+    del minimal["reward"]
+    minimal["run"] = {"total_steps": 1}
+    first["environment"] = {"url": "http://a:1", "name": "game", "max_turns": 3}
+    for other in ({"url": "http://a:2", "name": "game"}, {"path": "game.py"}):
+        second["environment"] = other
+        with pytest.raises(InputError, match="'game' names two environments"):
+            parse_config(minimal, Path())
+    second["environment"] = {"url": "http://a:1", "name": "game", "max_turns": 4}
+    assert [source.environment.max_turns for source in parse_config(minimal, Path()).sources] == [3, 4]
+
+
 def test_it_may_be_all_that_rewards(minimal: dict[str, Any]) -> None:
     del minimal["reward"]
     assert with_environment(minimal, name="maze", version="0123abcd").environment.registered
@@ -51,6 +81,18 @@ def test_it_may_be_all_that_rewards(minimal: dict[str, Any]) -> None:
         ({"path": "a.py", "tools": [{"name": "look"}]}, "environment.tools.0", "does not describe a tool"),
         ({"path": "a.py", "long_turn": "end"}, "environment.long_turn", "end needs a limit that ends turns"),
         ({"path": "reward.py"}, "reward.functions.0.name", "'reward' is the environment's name"),
+        ({"path": "a.py", "url": "http://a:1"}, "environment.url", "stands beside path, and it is one of them"),
+        ({"builtin": "tools", "url": "http://a:1"}, "environment.url", "stands beside builtin"),
+        ({"url": "a:1"}, "environment.url", "a:1 is not allowed"),
+        ({"url": "http://b:c@a:1"}, "environment.url", "holds a password"),
+        ({"url": "http://a:1", "entry": "Maze"}, "environment.entry", "belongs to a file"),
+        ({"url": "http://a:1", "version": "01234567"}, "environment.version", "only a registered environment has one"),
+        ({"url": "http://a:1", "memory_mb": 64}, "environment.memory_mb", "has no effect: the environment runs on its"),
+        ({"path": "a.py", "ping_every_s": 1.0}, "environment.ping_every_s", "belongs to an environment on a server"),
+        ({"name": "a", "protocol": "openenv"}, "environment.protocol", "belongs to an environment on a server"),
+        ({"url": "http://a:1", "action_field": "text"}, "environment.action_field", "names a field of OpenEnv"),
+        ({"url": "http://a:1", "protocol": "openenv", "tools": [LOOK]}, "environment.tools", "no place in OpenEnv's"),
+        ({"url": "http://a:1", "reach_timeout_s": 0}, "environment.reach_timeout_s", "greater than 0"),
     ],
 )
 def test_a_contradiction_names_its_key(minimal: dict[str, Any], keys: dict[str, Any], where: str, rule: str) -> None:

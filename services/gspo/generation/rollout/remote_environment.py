@@ -1,0 +1,262 @@
+"""The sessions of environments on servers: each begins with a rollout, is pinged while the policy writes, and closed.
+
+The server keeps the state, so a rollout's state here is the id of its session and the steps that it has had. A full
+server is waited for, an unreachable one for a while. A session that is lost fails the rollout's attempt, no more:
+episodes.py begins the rollout anew.
+
+waits for: the server. unblocked by: its answer, a place on it, reach_timeout_s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import structlog
+
+from gspo.common.config.reward import EnvironmentConfig
+from gspo.common.config.sources import Source, remote_environments
+from gspo.common.network.environment_server import ServerTroubleError, ServerTurn, SessionServer
+from gspo.common.network.openenv_server import session_server
+from gspo.common.tasks import wait_until_set
+from gspo.common.telemetry import metrics
+from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
+
+# Failures that say nothing of the policy's actions: the rollout may begin anew.
+LOST_KINDS = ("environment_unreachable", "session_lost")
+# A full server names its own time; an unreachable one is tried again after a pause that doubles.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 3.0
+_SAY_EVERY_S = 30.0
+# Of one ping or close. A server that does not answer ends its sessions by their time to live.
+_SHORT_TIMEOUT_S = 5.0
+_CLOSE_PAUSES_S = (0.2, 1.0, 0.0)
+# After a cancellation, until it is known who has the rollout now.
+_SETTLED_S = 2.0
+_SHUTDOWN_S = 10.0
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+class RemoteEnvironment:
+    """Plays the sessions of one server, with the methods of EnvironmentClient.
+
+    Args:
+        server: Asks it; by the configuration's protocol by default.
+    """
+
+    def __init__(self, config: EnvironmentConfig, server: SessionServer | None = None) -> None:
+        self._config, self._server = config, server or session_server(config)
+        self._version = hashlib.sha256((config.url or "").encode()).hexdigest()
+        self._pings: dict[str, asyncio.Task[None] | None] = {}  # of each session that is played here
+        self._closing: set[asyncio.Task[None]] = set()
+        self._ending = asyncio.Event()
+        self._next_message_s = 0.0
+
+    async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
+        """Begin a session, as soon as the server has a place.
+
+        Args:
+            timeout_s: Time of one answer. A full server is waited for as long as a rollout may take.
+
+        Returns:
+            The reply. Every failure is the reply's `failure`.
+        """
+        session = uuid.uuid4().hex
+        try:
+            task = json.loads(request.task_json)
+            with metrics.ENVIRONMENT_SECONDS.labels("reset").time():
+                turn = await self._ask("reset", timeout_s, lambda: self._server.reset(session, task))
+        except BaseException as error:
+            self._end(session)  # the server may have begun it, and the answer was lost
+            if isinstance(error, ServerTroubleError):
+                return _failed(error)
+            raise
+        self._keep(session)
+        return self._reply(session, 0, turn)
+
+    async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
+        """The server's answer to a turn; failures as in `reset`."""
+        session, num_steps = _read_state(request.state_json)
+        calls = json.loads(request.calls_json) if request.calls_json else None
+        action = request.action if calls is None else {"text": request.action, "calls": calls}
+        try:
+            with metrics.ENVIRONMENT_SECONDS.labels("step").time():
+                turn = await self._ask("step", timeout_s, lambda: self._server.step(session, num_steps + 1, action))
+        except ServerTroubleError as error:
+            return _failed(error)
+        return self._reply(session, num_steps + 1, turn)
+
+    async def resume(self, state_json: str) -> EnvironmentReply:
+        """Take over a session that another generator began, which may have gone further there than the rollout.
+
+        Returns:
+            A reply without content; a session that cannot be continued is its `failure`.
+        """
+        session, num_steps = _read_state(state_json)
+        if session in self._pings:
+            return EnvironmentReply()
+        try:
+            done = await self._ask("state", self._config.step_timeout_s, lambda: self._server.num_steps(session))
+            if done != num_steps:
+                text = f"session {session} has had {done} steps, and the saved rollout has {num_steps}"
+                raise ServerTroubleError("session_lost", text)
+        except ServerTroubleError as error:
+            return _failed(error)
+        self._keep(session)
+        return EnvironmentReply()
+
+    def close(self, state_json: str) -> None:
+        """End a rollout's session, in the background."""
+        self._end(_read_state(state_json)[0])
+
+    def hand_over(self, state_json: str, is_needed: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """Leave a session to the generator that continues its rollout.
+
+        Args:
+            is_needed: Asked after a moment whether any generator continues the rollout; if none does, the session is
+                closed. None: one does.
+        """
+        session = _read_state(state_json)[0]
+        if not self._server.needs_pings:  # it is this generator's connection
+            self._end(session)
+            return
+        self._stop_pings(session)
+        if is_needed is not None:
+            self._in_background(self._close_unless(is_needed, session))
+
+    async def aclose(self) -> None:
+        """Wait for the sessions that are being closed, and end the connections."""
+        self._ending.set()
+        for session in list(self._pings):
+            self._end(session)
+        if self._closing:
+            _, late = await asyncio.wait(self._closing, timeout=_SHUTDOWN_S)
+            for task in late:
+                task.cancel()
+        await self._server.aclose()
+
+    async def _ask(self, what: str, timeout_s: float, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The server's answer, which is asked for again while it is full or unreachable."""
+        began_s, unreached_s, pause_s = time.monotonic(), 0.0, _FIRST_PAUSE_S
+        while True:
+            tried_s = time.monotonic()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await ask()
+            except TimeoutError:
+                text = f"{self._config.url} gave no answer to a {what} within {timeout_s:g} s"
+                raise ServerTroubleError("timeout", f"{text} (environment.step_timeout_s)") from None
+            except ServerTroubleError as error:
+                if error.kind not in ("environment_full", "environment_unreachable"):
+                    raise
+                problem = error
+            metrics.ENVIRONMENT_RETRIES.inc()
+            if problem.kind == "environment_full":
+                unreached_s, wait_s = 0.0, _spread(problem.retry_after_s, 1.5)
+                self._check_patience(problem, time.monotonic() + wait_s - began_s, "total_timeout_s")
+            else:
+                unreached_s = unreached_s or tried_s
+                wait_s, pause_s = _spread(pause_s, 2.0), min(2 * pause_s, _LONGEST_PAUSE_S)
+                self._check_patience(problem, time.monotonic() + wait_s - unreached_s, "reach_timeout_s")
+            await asyncio.sleep(wait_s)
+
+    def _check_patience(self, problem: ServerTroubleError, waited_s: float, key: str) -> None:
+        """Log the wait now and then; one that would be longer than its key allows is a failure."""
+        limit_s = getattr(self._config, key)
+        if waited_s > limit_s:
+            text = f"{problem.kind} for {limit_s:g} s (environment.{key}): {problem}"
+            raise ServerTroubleError(problem.kind, text) from problem
+        if time.monotonic() >= self._next_message_s:
+            self._next_message_s = time.monotonic() + _SAY_EVERY_S
+            log.warning(problem.kind, url=self._config.url, detail=f"waiting {limit_s:g} s at most: {problem}")
+
+    def _reply(self, session: str, num_steps: int, turn: ServerTurn) -> EnvironmentReply:
+        return EnvironmentReply(
+            state_json=json.dumps({"episode_id": session, "step_count": num_steps}),
+            observation_json=json.dumps(turn.observation),
+            reward=turn.reward,
+            done=turn.done,
+            version=self._version,
+        )
+
+    def _keep(self, session: str) -> None:
+        self._pings[session] = asyncio.create_task(self._ping(session)) if self._server.needs_pings else None
+        metrics.ENVIRONMENT_SESSIONS.set(len(self._pings))
+
+    async def _ping(self, session: str) -> None:
+        while True:
+            await asyncio.sleep(self._config.ping_every_s)
+            try:
+                async with asyncio.timeout(_SHORT_TIMEOUT_S):
+                    await self._server.num_steps(session)
+            except (ServerTroubleError, TimeoutError) as error:
+                log.debug("environment_ping_failed", session=session, reason=str(error))  # the next step has the reason
+                if isinstance(error, ServerTroubleError) and error.kind == "session_lost":
+                    self._pings[session] = None
+                    return
+
+    def _stop_pings(self, session: str) -> None:
+        if ping := self._pings.pop(session, None):
+            ping.cancel()
+        metrics.ENVIRONMENT_SESSIONS.set(len(self._pings))
+
+    def _end(self, session: str) -> None:
+        self._stop_pings(session)
+        self._in_background(self._close(session))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, session: str) -> None:
+        reason = ""
+        for pause_s in _CLOSE_PAUSES_S:
+            try:
+                async with asyncio.timeout(_SHORT_TIMEOUT_S):
+                    await self._server.close(session)
+                return
+            except (ServerTroubleError, TimeoutError) as error:
+                reason = str(error)
+            await wait_until_set(self._ending, pause_s)
+        log.warning("session_not_closed", session=session, reason=reason, detail="its time to live ends it")
+
+    async def _close_unless(self, is_needed: Callable[[], Awaitable[bool]], session: str) -> None:
+        await wait_until_set(self._ending, _SETTLED_S)
+        if not await is_needed():
+            await self._close(session)
+
+
+class RemoteEnvironments:
+    """The environments of a run that are on servers, by their names in tasks."""
+
+    def __init__(self, sources: Sequence[Source] = ()) -> None:
+        specs = remote_environments(sources)
+        self.by_name: Mapping[str, RemoteEnvironment] = {
+            name: RemoteEnvironment(environment) for name, (_, environment) in specs.items()
+        }
+
+    async def aclose(self) -> None:
+        """End the sessions and the connections."""
+        await asyncio.gather(*(environment.aclose() for environment in self.by_name.values()))
+
+
+def _spread(seconds: float, most: float) -> float:
+    """So long, or up to `most` times as long: rollouts that wait together do not ask together."""
+    return seconds * random.uniform(1.0, most)  # noqa: S311 - it hides nothing
+
+
+def _read_state(state_json: str) -> tuple[str, int]:
+    """The session of a rollout, and the steps that it has had."""
+    state = json.loads(state_json)
+    return state["episode_id"], state["step_count"]
+
+
+def _failed(error: ServerTroubleError) -> EnvironmentReply:
+    return EnvironmentReply(failure=EnvironmentFailure(kind=error.kind, text=str(error)))

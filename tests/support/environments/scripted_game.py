@@ -1,0 +1,106 @@
+"""A policy that says its lines, and the guessing game as a function: what rollouts with servers are compared with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from gspo.common.config.engines import GenerationConfig
+from gspo.common.config.reward import EnvironmentConfig
+from gspo.common.config.sources import Source
+from gspo.generation.engine import api
+from gspo.generation.engine.api import Completion, EngineLike
+from gspo.generation.rollout.driver import RolloutDriver
+from gspo.generation.rollout.environment_client import EnvironmentClient
+from gspo.generation.rollout.episodes import Episodes
+from gspo.generation.rollout.in_flight import InFlightRollout
+from gspo.generation.rollout.remote_environment import RemoteEnvironments
+from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
+from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, Sampling
+from tests.support.chat_templates import TOKENIZERS
+from tests.support.environments.game_server import GUESS
+
+TOKENIZER = TOKENIZERS["chatml"]
+NUMBER = 20
+LINES = ("8", "x", "24", "20")
+
+
+class LinesEngine:
+    """Says its lines in each conversation, the next one where the prompt has one more turn."""
+
+    version = 3
+
+    def __init__(self, lines: tuple[str, ...] = LINES, turn_s: float = 0.0) -> None:
+        self._lines, self._turn_s, self.num_requests = lines, turn_s, 0
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: api.EngineSampling) -> Completion:
+        self.num_requests += 1
+        await asyncio.sleep(self._turn_s)
+        num_said = TOKENIZER.decode(prompt_token_ids).count("<|im_start|>assistant") - 1
+        ids = [*TOKENIZER.encode(self._lines[min(num_said, len(self._lines) - 1)]), TOKENIZER.eos_token_id]
+        return Completion(ids, [-float(token) for token in ids], [self.version] * len(ids), "stop")
+
+    async def abort(self, request_id: str) -> None:
+        raise AssertionError("no rollout here takes so long")
+
+
+class GameFunction:
+    """The game as a function, by the form of the reward replicas."""
+
+    async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
+        state, observation = game().reset(json.loads(request.task_json))
+        return EnvironmentReply(state_json=json.dumps(state), observation_json=json.dumps(observation), version="v1")
+
+    async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
+        state, observation, reward, done = game().step(json.loads(request.state_json), request.action)
+        answer = {"state_json": json.dumps(state), "observation_json": json.dumps(observation)}
+        return EnvironmentReply(**answer, reward=reward, done=done, version="v1")
+
+
+def game() -> Any:
+    """The module of the game."""
+    sys.path.insert(0, str(GUESS))
+    try:
+        import game as module
+    finally:
+        sys.path.remove(str(GUESS))
+    return module
+
+
+@asynccontextmanager
+async def remotes_of(config: EnvironmentConfig) -> AsyncIterator[RemoteEnvironments]:
+    """The servers of a generator, which end with the block."""
+    remotes = RemoteEnvironments([Source(environment=config)])
+    yield remotes
+    await remotes.aclose()
+
+
+def driver_of(remotes: RemoteEnvironments | None, engine: LinesEngine, max_attempts: int = 3) -> RolloutDriver:
+    """A driver whose environment is the game: on a server, or as a function."""
+    episodes = Episodes(cast("EnvironmentClient", GameFunction()), TOKENIZER, remotes, max_attempts)
+    return RolloutDriver(cast("EngineLike", engine), TOKENIZER, GenerationConfig(), episodes)
+
+
+def in_flight_of(number: int = 0, saved: bytes | None = None, **play: Any) -> InFlightRollout:
+    """A rollout of a prompt to guess NUMBER."""
+    messages = [{"role": "user", "content": "Guess"}]
+    text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    prompt = Prompt(
+        token_ids=ids, text=text, messages_json=json.dumps(messages), columns_json=json.dumps({"number": NUMBER})
+    )
+    limits = {"max_turns": 8, "step_timeout_s": 2.0, "total_timeout_s": 60.0, "prompt_length": 256, **play}
+    sampling = Sampling(temperature=1.0, max_tokens=400)
+    task = GroupTask(num_rollouts=1, prompt=prompt, sampling=sampling, environment="game", play=Play(**limits))
+    return InFlightRollout(task, number, "generation-0", saved)
+
+
+async def played(driver: RolloutDriver, rollout: InFlightRollout) -> Rollout:
+    """The finished rollout."""
+    finished = await driver.drive(rollout)
+    assert finished is not None
+    return finished
