@@ -44,6 +44,11 @@ class LearnerStub:
                 request_serializer=gspo__proto_dot_learner__pb2.CheckpointRequest.SerializeToString,
                 response_deserializer=gspo__proto_dot_learner__pb2.CheckpointReply.FromString,
                 _registered_method=True)
+        self.Results = channel.unary_unary(
+                '/gspo.Learner/Results',
+                request_serializer=gspo__proto_dot_learner__pb2.ResultsRequest.SerializeToString,
+                response_deserializer=gspo__proto_dot_learner__pb2.ResultsReply.FromString,
+                _registered_method=True)
 
 
 class LearnerServicer:
@@ -61,6 +66,12 @@ class LearnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Results(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LearnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,6 +84,11 @@ def add_LearnerServicer_to_server(servicer, server):
                     servicer.Checkpoint,
                     request_deserializer=gspo__proto_dot_learner__pb2.CheckpointRequest.FromString,
                     response_serializer=gspo__proto_dot_learner__pb2.CheckpointReply.SerializeToString,
+            ),
+            'Results': grpc.unary_unary_rpc_method_handler(
+                    servicer.Results,
+                    request_deserializer=gspo__proto_dot_learner__pb2.ResultsRequest.FromString,
+                    response_serializer=gspo__proto_dot_learner__pb2.ResultsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,6 +145,33 @@ class Learner:
             '/gspo.Learner/Checkpoint',
             gspo__proto_dot_learner__pb2.CheckpointRequest.SerializeToString,
             gspo__proto_dot_learner__pb2.CheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Results(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gspo.Learner/Results',
+            gspo__proto_dot_learner__pb2.ResultsRequest.SerializeToString,
+            gspo__proto_dot_learner__pb2.ResultsReply.FromString,
             options,
             channel_credentials,
             insecure,

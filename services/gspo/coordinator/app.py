@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import structlog
 
@@ -41,13 +42,19 @@ async def startup(service: Service) -> AsyncIterator[App]:
     views, rollouts = RunViews(service), RecentRollouts(service.redis, service.keys, service.config.sources)
     service.http_api = BoundedBodies(make_http_api(service, views, rollouts), MAX_BODY_BYTES)
     training, held_out = await asyncio.to_thread(_read_prompts, service)
+    facts: Callable[[], dict[str, Any]] = dict
     scheduler = views.scheduler = EvaluationScheduler(service, held_out)
     if training is None:  # one evaluation of the given model: no learner, no groups
         main: Work = partial(run_standalone_evaluation, service, scheduler)
     else:
         views.coordinator = Coordinator(service, GroupLedger(service, training), scheduler)
         main = views.coordinator.run
-    yield App(main, background={"rollouts": rollouts.run}, sets_ready=True)
+        curriculum = views.coordinator.curriculum
+
+        def facts() -> dict[str, Any]:
+            return {"curriculum": curriculum()}
+
+    yield App(main, background={"rollouts": rollouts.run}, facts=facts, sets_ready=True)
 
 
 def _read_prompts(service: Service) -> tuple[list[PromptSet] | None, dict[str, PromptSet]]:

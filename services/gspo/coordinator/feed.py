@@ -1,9 +1,11 @@
-"""The coordinator's two sources about the run: the events, and the learner's own account over gRPC."""
+"""The coordinator's sources about the run: the events, and over gRPC the learner's own account and its results."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -17,7 +19,14 @@ from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import LEARNER
 from gspo.coordinator.redis_state import newest_entries, readable
-from gspo_proto.learner_pb2 import ProgressReply, ProgressRequest
+from gspo_proto.learner_pb2 import (
+    REWARD_SPREAD_DIFFERENT,
+    REWARD_SPREAD_UNSPECIFIED,
+    ProgressReply,
+    ProgressRequest,
+    ResultsReply,
+    ResultsRequest,
+)
 from gspo_proto.learner_pb2_grpc import LearnerStub
 from gspo_proto.rollout_pb2 import CheckpointDone, Event, GroupsSettled, StepDone, TrainingDone, VersionLive
 
@@ -27,6 +36,9 @@ _NUM_NEWEST = 200
 _OF_LEARNER = (StepDone, GroupsSettled, VersionLive, CheckpointDone, TrainingDone)
 _CALL_TIMEOUT_S = 10.0
 _ASK_EVERY_S = 10.0
+# So long a tick of the coordinator's loop waits for results.
+_RESULTS_S = 1.0
+Reply = TypeVar("Reply", ProgressReply, ResultsReply)
 log = structlog.get_logger()
 
 
@@ -82,7 +94,7 @@ class LearnerProgress:
     """
 
     def __init__(self, service: Service) -> None:
-        self._service, self._metadata = service, token_metadata(service.options.token)
+        self._service = service
         self._call: asyncio.Task[ProgressReply | None] | None = None
         self._next_ask_s = 0.0
         self._epoch = 0
@@ -90,26 +102,11 @@ class LearnerProgress:
 
     async def ask(self) -> ProgressReply | None:
         """One call; None where no learner is registered or it does not answer."""
-        redis, keys = self._service.redis, self._service.keys
-        address = next((learner.grpc for learner in await list_instances(redis, keys, LEARNER) if learner.grpc), "")
-        if not address:
-            return None
-        async with open_channel(address, self._service.config.services.tls) as channel:
-            try:
-                reply: ProgressReply = await LearnerStub(channel).Progress(
-                    ProgressRequest(), timeout=_CALL_TIMEOUT_S, metadata=self._metadata
-                )
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    token_rejected_by(self._service, LEARNER)
-                    return None
-                log.info("learner_unreachable", address=address, code=error.code().name, detail=error.details())
-                return None
-        token_accepted_by(self._service, LEARNER)
-        if reply.run != keys.run:
-            log.warning("other_run", address=address, its_run=reply.run, our_run=keys.run)
-            return None
-        return reply
+        metadata = token_metadata(self._service.options.token)
+        return await _ask(
+            self._service,
+            lambda learner: learner.Progress(ProgressRequest(), timeout=_CALL_TIMEOUT_S, metadata=metadata),
+        )
 
     def poll(self) -> ProgressReply | None:
         """Ask in the background every 10 s; returns each answer once."""
@@ -135,3 +132,64 @@ class LearnerProgress:
         """Give up the call in flight."""
         if self._call is not None:
             self._call.cancel()
+
+
+class LearnerResults:
+    """Asks the learner for the results of settled groups, which the prompts of a curriculum follow."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._call: asyncio.Task[ResultsReply | None] | None = None
+
+    async def read(self, first: int) -> list[tuple[int, bool | None]]:
+        """A page of the results from place `first` of the log on: groups, each with whether its rewards differed.
+
+        None where the learner does not answer within a second. Its answer is then that of a later call, which must
+        ask for the same place.
+        """
+        if self._call is None:
+            self._call = asyncio.create_task(self._ask(first), name="results")
+        await asyncio.wait({self._call}, timeout=_RESULTS_S)
+        if not self._call.done():
+            return []
+        reply, self._call = self._call.result(), None
+        if reply is None:
+            return []
+        return [
+            (group, None if spread == REWARD_SPREAD_UNSPECIFIED else spread == REWARD_SPREAD_DIFFERENT)
+            for group, spread in zip(reply.groups, reply.spreads, strict=True)
+        ]
+
+    async def _ask(self, first: int) -> ResultsReply | None:
+        metadata = token_metadata(self._service.options.token)
+        return await _ask(
+            self._service,
+            lambda learner: learner.Results(ResultsRequest(first=first), timeout=_CALL_TIMEOUT_S, metadata=metadata),
+        )
+
+    def cancel(self) -> None:
+        """Give up the call in flight."""
+        if self._call is not None:
+            self._call.cancel()
+
+
+async def _ask(service: Service, call: Callable[[Any], Awaitable[Reply]]) -> Reply | None:
+    """The learner's answer to one call; None where none is registered, it does not answer, or it is another run's."""
+    redis, keys = service.redis, service.keys
+    address = next((learner.grpc for learner in await list_instances(redis, keys, LEARNER) if learner.grpc), "")
+    if not address:
+        return None
+    async with open_channel(address, service.config.services.tls) as channel:
+        try:
+            reply = await call(LearnerStub(channel))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                token_rejected_by(service, LEARNER)
+                return None
+            log.info("learner_unreachable", address=address, code=error.code().name, detail=error.details())
+            return None
+    token_accepted_by(service, LEARNER)
+    if reply.run != keys.run:
+        log.warning("other_run", address=address, its_run=reply.run, our_run=keys.run)
+        return None
+    return reply

@@ -99,6 +99,7 @@ def _state_of(coordinator: Coordinator) -> dict[str, Any]:
             "trained": slots.num_trained,
         },
         "groups": {"issued": slots.num_issued, "open": len(slots.open)} | {k: v for k, v in slots.counts.items() if v},
+        "curriculum": coordinator.curriculum(),
         "paused": coordinator.pause.active,
         "paused_because": coordinator.pause.reason,
         "waits_for": f"{what}: {detail}",

@@ -75,6 +75,7 @@ class Coordinator:
         await self._ledger.remove_settled()
         await self.scheduler.cancel()
         self._learner.cancel()
+        self._ledger.close()
 
     @property
     def _is_over(self) -> bool:
@@ -184,6 +185,8 @@ class Coordinator:
         if not self.ending.over:
             await self._ledger.handle_expired()
         await update_gauges(self._service.redis, self._service.keys)
+        for row in self.curriculum():
+            metrics.PROMPTS_EQUAL.labels(row["source"]).set(int(row["equal"]))
         await self._reconcile()
 
     async def _recover_from_wipe(self) -> None:
@@ -225,6 +228,10 @@ class Coordinator:
             self.ending.on_finished(finished)
             log.info("finished", reason=finished.reason, end=word_of(RunEnd, finished.end))
 
+    def curriculum(self) -> list[dict[str, str | int]]:
+        """Of each source under data.curriculum: its prompts, those with equal rewards, its passes."""
+        return self._ledger.order.describe()
+
     def waits_for(self) -> tuple[str, str]:
         """The awaited event: a bounded name and its completion."""
         slots, num_open = self.slots, len(self.slots.open)
@@ -235,6 +242,8 @@ class Coordinator:
         if self.pause.active:
             because = f" ({self.pause.reason})" if self.pause.reason else ""
             return "resume", f"issue is paused{because}, {num_open} groups are open"
+        if self._ledger.lacks_results:
+            return "learner", "to send the results of settled groups, which the curriculum follows"
         if slots.exhausted:
             return "last groups", f"all {slots.num_issued} groups are issued, {num_open} are open"
         trained = f"{slots.num_trained} hold trained groups whose version no generator has yet"

@@ -30,7 +30,14 @@ from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.trackers import Trackers
 from gspo.learner.training.trainer_api import StartTrainer
 from gspo_proto import learner_pb2_grpc
-from gspo_proto.learner_pb2 import CheckpointReply, CheckpointRequest, ProgressReply, ProgressRequest
+from gspo_proto.learner_pb2 import (
+    CheckpointReply,
+    CheckpointRequest,
+    ProgressReply,
+    ProgressRequest,
+    ResultsReply,
+    ResultsRequest,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -140,7 +147,7 @@ def _app(service: Service, learner: Learner, trackers: Trackers, position: bytes
 
 
 class LearnerGrpcServicer(learner_pb2_grpc.LearnerServicer):
-    """Serves gspo.Learner: its progress, and a checkpoint on request."""
+    """Serves gspo.Learner: its progress, a checkpoint on request, and the results of groups."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
@@ -152,3 +159,7 @@ class LearnerGrpcServicer(learner_pb2_grpc.LearnerServicer):
     async def Checkpoint(self, _request: CheckpointRequest, _context: Context) -> CheckpointReply:
         """A checkpoint after the current step."""
         return await self._learner.checkpoint_now()
+
+    async def Results(self, request: ResultsRequest, _context: Context) -> ResultsReply:
+        """The results of settled groups from a place on."""
+        return self._learner.results(request.first)

@@ -47,7 +47,7 @@ from gspo.learner.training.trainer_api import (
     TrainResult,
     configured_hyperparameters,
 )
-from gspo_proto.learner_pb2 import CheckpointReply, GroupRange, ProgressReply
+from gspo_proto.learner_pb2 import CheckpointReply, GroupRange, ProgressReply, ResultsReply
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
     EvaluationDone,
@@ -385,6 +385,10 @@ class Learner:
             end_reason=self._end.done_reason,
             evaluations=list(self._run_dir.evaluations),
         )
+
+    def results(self, first: int) -> ResultsReply:
+        """The results of settled groups from place `first` of the log on."""
+        return self._run_dir.results.page(self._service.config.name, first)
 
     def facts(self) -> dict[str, Any]:
         """Fields that the learner adds to its heartbeat."""

@@ -134,12 +134,16 @@ class SettledRecord(LogLine):
 
     Attributes:
         response_tokens: Sampled tokens of each of its rollouts, where the group was too old.
+        step: The step that trained it, or the last one that was logged before it ended otherwise.
+        rewards_differ: Whether its counted rewards differ; None where it failed or was never scored.
     """
 
     group: int
     settlement: str
     reason: str = ""
     response_tokens: tuple[int, ...] = ()
+    step: int = 0
+    rewards_differ: bool | None = None
 
 
 class RunLog:

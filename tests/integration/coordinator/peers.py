@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import grpc
 from redis.asyncio import Redis
@@ -19,7 +19,15 @@ from gspo.common.streams.inbox import EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys, rollout_key
 from gspo.common.telemetry.activity import Activity
-from gspo_proto.learner_pb2 import GroupRange, ProgressReply, ProgressRequest
+from gspo_proto.learner_pb2 import (
+    REWARD_SPREAD_DIFFERENT,
+    REWARD_SPREAD_EQUAL,
+    GroupRange,
+    ProgressReply,
+    ProgressRequest,
+    ResultsReply,
+    ResultsRequest,
+)
 from gspo_proto.learner_pb2_grpc import LearnerServicer, add_LearnerServicer_to_server
 from gspo_proto.rollout_pb2 import (
     OUTCOME_EOS,
@@ -50,12 +58,27 @@ class LearnerPeerServicer(LearnerServicer):
     ) -> ProgressReply:
         return self._peer.progress
 
+    async def Results(
+        self, request: ResultsRequest, context: grpc.aio.ServicerContext[ResultsRequest, ResultsReply]
+    ) -> ResultsReply:
+        if self._peer.results is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not yet")
+        spreads = (REWARD_SPREAD_EQUAL, REWARD_SPREAD_DIFFERENT)
+        groups = self._peer.results[request.first :][:3]  # more than one page
+        return ResultsReply(
+            run=self._peer.keys.run,
+            groups=[group for group, _ in groups],
+            spreads=[spreads[differ] for _, differ in groups],
+        )
+
 
 class LearnerPeer:
     """Says what a learner says; `progress` is its own account.
 
     Attributes:
         down: While it is set, evaluations are not recorded: no learner hears the events.
+        results: Of the settled groups in order, each with whether its rewards differed; None: it does not answer.
+        differs: Says it of a group.
     """
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
@@ -69,6 +92,8 @@ class LearnerPeer:
             token="",
         )
         self.down = False
+        self.results: list[tuple[int, bool]] | None = []
+        self.differs: Callable[[int], bool] = lambda _: True
         self._beats: asyncio.Task[None] | None = None
         self._records: asyncio.Task[None] | None = None
         self._settles: asyncio.Task[None] | None = None
@@ -139,6 +164,8 @@ class LearnerPeer:
         for group in groups:
             self.progress.settled.append(GroupRange(first=group, last=group))
             self.progress.counts[name] += 1
+            if self.results is not None:
+                self.results.append((group, self.differs(group)))
 
 
 class GeneratorPeer:

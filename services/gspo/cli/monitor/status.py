@@ -134,7 +134,14 @@ class StatusPage:
             return Group(*parts, Text(describe_end(run_dir, view.step)))
         if message := disk_full_message(run_dir):
             parts.append(Text(message, "yellow"))
-        return Group(*parts, "", *instance_parts(instances, usage), *shift_lines(instances), *draft_lines(instances))
+        return Group(
+            *parts,
+            "",
+            *instance_parts(instances, usage),
+            *shift_lines(instances),
+            *draft_lines(instances),
+            *curriculum_lines(instances),
+        )
 
     def _history(self) -> View:
         """The view of the current log, under the current configuration: a resume may have changed it."""
@@ -191,6 +198,16 @@ def draft_lines(instances: Iterable[Instance]) -> list[str]:
     return [
         f"{name}: {drafts['accepted'] / drafts['proposed']:.0%} of {drafts['proposed']:,} draft tokens were accepted"
         for name, drafts in proposed.items()
+    ]
+
+
+def curriculum_lines(instances: Iterable[Instance]) -> list[str]:
+    """Of each source, the prompts that data.curriculum visits less often; nothing without a curriculum."""
+    rows = [row for instance in instances for row in instance.facts.get("curriculum", ())]
+    return [
+        f"curriculum{' of ' + row['source'] if row['source'] else ''}: {row['equal']} of {row['prompts']} prompts had "
+        f"equal rewards at their last visit; {row['passes']} passes are done"
+        for row in rows
     ]
 
 

@@ -131,6 +131,14 @@ def check_resume(old: Config, new: Config) -> None:
             f"cannot change on resume ({changes})",
             "Set it back, or start a new run under another name; `gspo config` shows the keys that may change",
         )
+    if old.data.curriculum != "none" and old.num_slots != new.num_slots:
+        key = "staleness.max_lag"
+        raise InputError(
+            key,
+            f"cannot change on resume under data.curriculum: {old.data.curriculum}, whose order of prompts follows "
+            f"from it ({describe_change(key, old.staleness.max_lag, new.staleness.max_lag)})",
+            "Set it back, or start a new run under another name",
+        )
 
 
 def _as_input_error(error: ValidationError, source: str) -> InputError:

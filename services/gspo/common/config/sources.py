@@ -15,7 +15,7 @@ from pydantic import Field, PositiveFloat, field_validator, model_validator
 from gspo.common.config.fields import FilePath, RunName, Section
 from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
-from gspo.common.errors import NO_VALUE, ConfigError, InputError
+from gspo.common.errors import NO_VALUE, ConfigError, InputError, in_yaml
 
 if TYPE_CHECKING:
     from gspo.common.config.schema import Config
@@ -62,6 +62,14 @@ class DataConfig(Section):
         "error", description="Action for a prompt longer than algorithm.prompt_length; truncate keeps its end"
     )
     shuffle: bool = Field(True, description="Shuffle every pass over the prompts, each differently, from the seed")
+    curriculum: Literal["none", "spread"] = Field(
+        "none",
+        description="spread: a prompt whose last known group had equal rewards sits out all but one in revisit_passes "
+        "passes over the prompts",
+    )
+    revisit_passes: int = Field(
+        4, ge=2, le=1000, description="Under curriculum: spread, every prompt is in one of so many passes at least"
+    )
 
     @field_validator("sources")
     @classmethod
@@ -71,6 +79,16 @@ class DataConfig(Section):
             if name in names[:index]:
                 raise ConfigError(f"{index}.name", name, "names two sources", "Give each a name of its own")
         return sources
+
+    @model_validator(mode="after")
+    def _revisits_have_a_curriculum(self) -> DataConfig:
+        if self.curriculum == "none" and self.revisit_passes != type(self).model_fields["revisit_passes"].default:
+            raise self.wrong(
+                "revisit_passes",
+                "has no effect under curriculum: none, where every pass has every prompt",
+                "Set curriculum: spread, or leave it out",
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_way(self) -> DataConfig:
@@ -163,6 +181,8 @@ def check_sources(config: Config) -> None:
         _check_rewards(source, is_needed=needs_rewards)
     remote_environments(config.sources)
     _check_effect(config)
+    if config.data.curriculum != "none":
+        _check_curriculum(config)
     if len(config.data.sources) > 1:
         _check_several(config)
 
@@ -204,6 +224,29 @@ def _check_effect(config: Config) -> None:
         if is_set and listed and all(getattr(source, name) is not None for source in listed):
             rule = f"has no effect: every source has its own {name}"
             raise ConfigError(key, NO_VALUE, rule, f"Leave it out, or leave {name} out of a source")
+
+
+def _check_curriculum(config: Config) -> None:
+    """Refuse a curriculum where passes are counted, or where a group with equal rewards teaches too."""
+    key, value, leave_out = "data.curriculum", config.data.curriculum, "Set data.curriculum: none"
+    if config.run.total_epochs is not None:
+        raise ConfigError(
+            "run.total_epochs",
+            config.run.total_epochs,
+            f"counts passes over the prompts, and under {key}: {value} a pass leaves prompts out",
+            f"Set run.total_steps or run.total_hours, or {key}: none",
+        )
+    if config.teacher.alone:
+        rule = "follows the rewards, which have no part in the training under teacher.alone: true"
+        raise ConfigError(key, value, rule, leave_out)
+    if config.algorithm.reward_norm not in ("group", "leave_one_out"):
+        raise ConfigError(
+            key,
+            value,
+            "avoids groups with equal rewards, and under algorithm.reward_norm: "
+            f"{in_yaml(config.algorithm.reward_norm)} these teach too",
+            f"{leave_out}, or reward_norm: group or leave_one_out",
+        )
 
 
 def _check_several(config: Config) -> None:

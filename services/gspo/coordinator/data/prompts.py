@@ -7,6 +7,7 @@ may be too long.
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -211,11 +212,32 @@ class PromptSet:
 def training_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, progress: Progress | None = None
 ) -> list[PromptSet]:
-    """The training prompts of each source."""
-    return [
+    """The training prompts of each source.
+
+    Raises:
+        InputError: They cannot be used, or are too few for a curriculum.
+    """
+    sets = [
         PromptSet(source.prompts_key, source.prompts, tokenizer, config, source, progress=progress)
         for source in config.sources
     ]
+    if config.data.curriculum != "none":
+        _check_lengths(config, sets)
+    return sets
+
+
+def _check_lengths(config: Config, sets: Sequence[PromptSet]) -> None:
+    """Refuse a source with fewer prompts than groups in a step: whole passes would end without a result."""
+    total = sum(source.weight for source in config.sources)
+    for source, prompts in zip(config.sources, sets, strict=True):
+        num_groups = math.ceil(config.algorithm.rollout_batch_size * source.weight / total)
+        if len(prompts) < num_groups:
+            raise InputError(
+                prompts.key,
+                f"has {len(prompts)} usable prompts, and a step takes {num_groups} groups of them: under "
+                f"data.curriculum: {config.data.curriculum} a pass must not end before the results of a step",
+                f"Give {num_groups} prompts or more, lower algorithm.rollout_batch_size, or set data.curriculum: none",
+            )
 
 
 def held_out_prompts(

@@ -22,6 +22,7 @@ from gspo.common.streams.inbox import DONE, FIELD
 from gspo.common.streams.keys import GENERATION, rollout_key
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
+from gspo.coordinator.feed import LearnerResults
 from gspo.coordinator.groups.slots import TRAINED, OpenGroup, Slots
 from gspo.coordinator.groups.tasks import TrainingTasks
 from gspo.coordinator.redis_state import all_entries, readable
@@ -51,13 +52,16 @@ class GroupLedger:
 
     Attributes:
         slots: The open and the settled groups.
+        order: The prompt of each group.
+        lacks_results: Whether groups are not issued because results of others are missing, which decide their prompts.
     """
 
     def __init__(self, service: Service, prompts: Sequence[PromptSet]) -> None:
         config, algorithm = service.config, service.config.algorithm
         self._redis, self._keys, self._config = service.redis, service.keys, config
-        self._tasks = TrainingTasks(config, prompts)
-        self.slots = Slots(config.num_slots, algorithm.rollout_batch_size, self._tasks.num_groups)
+        self._tasks, self._results = TrainingTasks(config, prompts), LearnerResults(service)
+        self.order, self.lacks_results = self._tasks.order, False
+        self.slots = Slots(config.num_slots, algorithm.rollout_batch_size, self.order.num_groups)
         self._numbers = range(algorithm.num_return_sequences_in_group)
         self._spans = _GroupSpans(service.traces, self._numbers)
         self._issue_script = self._redis.register_script(_ISSUE)
@@ -75,13 +79,14 @@ class GroupLedger:
     async def issue(self, count: int) -> int:
         """Issue the next `count` groups, at most MOST_AT_ONCE, fewer where the order ends; returns how many."""
         groups = self.slots.upcoming(min(count, MOST_AT_ONCE))
-        await self._write({group: self._open_group(1, self.slots.issue_version) for group in groups})
-        metrics.GROUPS_ISSUED.inc(len(groups))
-        return len(groups)
+        num_written = await self._write({group: self._open_group(1, self.slots.issue_version) for group in groups})
+        self.lacks_results = num_written < len(groups)
+        metrics.GROUPS_ISSUED.inc(num_written)
+        return num_written
 
     async def prepare(self, count: int) -> None:
         """Read and tokenise the prompts of the next groups, at most MOST_AT_ONCE, so that issuing is a transaction."""
-        await self._tasks.prepare(self.slots.upcoming(min(count, MOST_AT_ONCE)))
+        await self._tasks.prepare(await self._decided(self.slots.upcoming(min(count, MOST_AT_ONCE))))
 
     async def reissue_open(self) -> None:
         """Issue every open group again at its own attempt: Redis lost them, and no attempt of theirs failed.
@@ -93,10 +98,10 @@ class GroupLedger:
         await self._remove_tasks(lambda group: group in self.slots.open)
         groups = iter(sorted(self.slots.open.items()))
         while part := list(islice(groups, MOST_AT_ONCE)):
-            await self._write(
+            num_written = await self._write(
                 {group: replace(self._open_group(old.attempt, old.min_version), rewritten=True) for group, old in part}
             )
-            metrics.GROUPS_REISSUED.labels("redis_wiped").inc(len(part))
+            metrics.GROUPS_REISSUED.labels("redis_wiped").inc(num_written)
 
     async def handle_expired(self) -> None:
         """Extend, issue again or give up every group past its deadline.
@@ -128,8 +133,7 @@ class GroupLedger:
             )
         if reissued:
             log.warning("groups_reissued", groups=sorted(reissued), reason="deadline")
-            await self._write(reissued)
-            metrics.GROUPS_REISSUED.labels("deadline").inc(len(reissued))
+            metrics.GROUPS_REISSUED.labels("deadline").inc(await self._write(reissued))
         if given_up:
             # The learner settles them by these failures. A new deadline only repeats the failure.
             reason = f"not finished within {limits.group_deadline_s:g} s in any of"
@@ -213,10 +217,22 @@ class GroupLedger:
         now = time.time()
         return OpenGroup(attempt, now, now + self._config.staleness.group_deadline_s, min_version)
 
-    async def _write(self, groups: dict[int, OpenGroup]) -> None:
-        """Add tasks and fields of `open` in one transaction, each once, also when the connection breaks."""
+    async def _decided(self, groups: Iterable[int]) -> list[int]:
+        """Those of the groups whose prompts follow from results that the learner has sent; asks it for more."""
+        groups, order = sorted(groups), self.order
+        most = order.needs(groups[-1]) if groups else 0
+        while order.num_results < most and (page := await self._results.read(order.num_results)):
+            order.learn(page)
+        return [group for group in groups if order.needs(group) <= order.num_results]
+
+    async def _write(self, groups: dict[int, OpenGroup]) -> int:
+        """Add tasks and fields of `open` in one transaction, each once, also when the connection breaks.
+
+        Returns how many: a group whose prompt is not decided yet is left out, and its deadline stays.
+        """
+        groups = {group: groups[group] for group in await self._decided(groups)}
         if not groups:
-            return
+            return 0
         await self._tasks.prepare(groups)
         args: list[str | bytes] = []
         for group, open_group in groups.items():
@@ -228,6 +244,11 @@ class GroupLedger:
         for group, open_group in groups.items():
             self.slots.put(group, open_group)
         self._spans.issued(groups)
+        return len(groups)
+
+    def close(self) -> None:
+        """Give up the call in flight."""
+        self._results.cancel()
 
     async def _postpone(self, groups: dict[int, OpenGroup], failures: Sequence[GroupFailure] = ()) -> None:
         """Give groups another deadline, and write failures for the learner in the same transaction."""

@@ -6,45 +6,17 @@ import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any
-
-import numpy as np
 
 from gspo.common.config.reward import EnvironmentConfig
 from gspo.common.config.schema import Config
 from gspo.common.config.sources import Source
 from gspo.common.reward_uses import reward_uses
-from gspo.common.source_order import SourceOrder
 from gspo.common.streams.entries import SCHEMA
 from gspo.coordinator.data.prompts import PromptSet
+from gspo.coordinator.groups.curriculum import Curriculum
+from gspo.coordinator.groups.prompt_order import FixedOrder
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Sampling
-
-
-class PromptOrder:
-    """The prompt of each group of one source, without end unless epochs are bounded.
-
-    Its group g is the prompt at place g % N of pass g // N; every pass is shuffled from (seed, pass).
-
-    Args:
-        num_prompts: N.
-        shuffle: False keeps the file's order in every pass.
-        total_epochs: Passes after which no group is left; None is endless. A part of a pass is rounded to whole groups.
-    """
-
-    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool, total_epochs: float | None) -> None:
-        self._num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
-        self.num_groups = None if total_epochs is None else max(1, round(num_prompts * total_epochs))
-        # Two passes are in use where one ends. A pass over a large data set takes megabytes, so no more are kept.
-        self._pass = lru_cache(maxsize=2)(self._shuffled)
-
-    def place(self, group: int) -> int:
-        """Place of the prompt of the source's group among the usable prompts, 0 .. N - 1."""
-        number, place = divmod(group, self._num_prompts)
-        return int(self._pass(number)[place]) if self._shuffle else place
-
-    def _shuffled(self, number: int) -> np.ndarray:
-        return np.random.default_rng((self._seed, number)).permutation(self._num_prompts)
 
 
 class TrainingTasks:
@@ -54,18 +26,13 @@ class TrainingTasks:
         prompts: The usable training prompts of each source.
 
     Attributes:
-        num_groups: Groups that exist in all; None is endless.
+        order: The prompt of each group.
     """
 
     def __init__(self, config: Config, prompts: Sequence[PromptSet]) -> None:
         self._config, self._sources, self._prompts = config, config.sources, prompts
-        self._source_order = SourceOrder([source.weight for source in self._sources])
-        self._order_of_source = [
-            PromptOrder(len(own), seed=config.seed, shuffle=config.data.shuffle, total_epochs=config.run.total_epochs)
-            for own in prompts
-        ]
-        # Epochs bound a run of one source alone.
-        self.num_groups = self._order_of_source[0].num_groups
+        kind = FixedOrder if config.data.curriculum == "none" else Curriculum
+        self.order: FixedOrder | Curriculum = kind(config, [len(own) for own in prompts])
         self._prepared: dict[int, Prompt] = {}
 
     async def prepare(self, groups: Iterable[int]) -> None:
@@ -75,14 +42,14 @@ class TrainingTasks:
 
     def take(self, group: int) -> GroupTask:
         """The task of a prepared group, without its attempt, times and version, which ledger.py fills in."""
-        source = self._sources[self._source_order.place(group).source]
+        source = self._sources[self.order.place(group).source]
         return training_task(self._config, source, group, self._prepared.pop(group))
 
     def _read(self, groups: Iterable[int]) -> dict[int, Prompt]:
         places: defaultdict[int, dict[int, int]] = defaultdict(dict)
         for group in groups:
-            source, number = self._source_order.place(group)
-            places[source][group] = self._order_of_source[source].place(number)
+            source, place = self.order.place(group)
+            places[source][group] = place
         prompts: dict[int, Prompt] = {}
         for source, own in places.items():
             prompts |= zip(own, self._prompts[source].prompts(list(own.values())), strict=True)

@@ -169,7 +169,9 @@ class Assembler:
         ended = self._groups.pop(group, None)
         self._settlements.add(group, settlement)
         lengths = tuple(row.num_sampled for row in ended.rows()) if ended and settlement is GroupEnding.STALE else ()
-        return EndedGroup(group, settlement, reason, lengths)
+        is_scored = settlement in (GroupEnding.STALE, GroupEnding.FILTERED)
+        differ = len(ended.counted_rewards) > 1 if ended and is_scored else None
+        return EndedGroup(group, settlement, reason, lengths, differ)
 
     def _settle_spent(self, version: int) -> tuple[EndedGroup, ...]:
         """End the complete groups that cannot be trained on, by number."""

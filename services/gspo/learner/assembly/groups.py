@@ -80,7 +80,7 @@ class Group:
             return GroupEnding.FAILED, f"{len(failures)} of its rollouts failed, the last one: {failures[-1]}"
         if all(row.skipped for row in self._rows.values()):
             return GroupEnding.FILTERED, f"no rollout counts: {len(failures)} failed, the others were truncated"
-        rewards = {row.reward for row in self._rows.values() if row.skipped is None}
+        rewards = self.counted_rewards
         if self._algorithm.filter_zero_spread and len(rewards) == 1:
             return GroupEnding.FILTERED, f"zero spread: every reward is {rewards.pop():g}"
         # With masking one young token is enough; otherwise one old token makes the group stale.
@@ -89,6 +89,11 @@ class Group:
         if deciding is not None and version - deciding > limit:
             return GroupEnding.STALE, f"sampled by version {deciding}, trained at {version}; at most {limit} behind"
         return None
+
+    @property
+    def counted_rewards(self) -> set[float | None]:
+        """The different rewards of the rollouts that count."""
+        return {row.reward for row in self._rows.values() if row.skipped is None}
 
     def rows(self) -> list[Row]:
         """The rollouts by number, with `skipped` set if the score failed or the answer was cut off."""

@@ -22,12 +22,18 @@ class GroupEnding(StrEnum):
 
 @dataclass(frozen=True)
 class EndedGroup:
-    """A group that ended, and why. `response_tokens` of each of its rollouts, if it was too old to train on."""
+    """A group that ended, and why.
+
+    Attributes:
+        response_tokens: Of each of its rollouts, if it was too old to train on.
+        rewards_differ: Whether its counted rewards differ; None where it failed or was never scored.
+    """
 
     group: int
     settlement: GroupEnding
     reason: str
     response_tokens: tuple[int, ...] = ()
+    rewards_differ: bool | None = None
 
     def to_proto(self) -> rollout_pb2.SettledGroup:
         """As it travels in a GroupsSettled event."""

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlements
 from gspo.learner.storage.checkpoints import Checkpoints
 from gspo.learner.storage.durable_files import DiskSpace, JsonLines, finite_or_null
+from gspo.learner.storage.group_results import GroupResults, rewards_differ
 from gspo.learner.storage.step_log import StepLog
 from gspo.runlog.run_log import (
     EVALUATIONS,
@@ -62,6 +64,7 @@ class RunDir:
         checkpoints: The checkpoint folders.
         epoch: Of this start, from 1.
         settlements: How groups have ended.
+        results: Whether the rewards of these groups differed, in the order of the log.
         versions: The newest record of each policy version.
         evaluations: Label of each recorded evaluation -> its number of prompts, in the order of recording.
         trained_s: Seconds that the recorded steps took before it was opened.
@@ -88,7 +91,8 @@ class RunDir:
             self._lines = {name: files.enter_context(JsonLines(log_folder / name, disk)) for name in names}
             # Trained groups whose step file was removed.
             self._trained_lines: set[int] = set()
-            self.settlements = self._read_settlements()
+            self.settlements, self.results = self._read_settlements()
+            self._last_step = max(self.steplog.steps(), default=0)
             self.versions = {v.version: v for v in self._lines[VERSIONS].records(PolicyVersion.model_validate)}
             steps = self._lines[METRICS].records(StepRecord.model_validate)
             self._measured_steps = {record.step for record in steps}
@@ -126,8 +130,10 @@ class RunDir:
             raise ValueError(f"rows of step {sorted(others)} cannot be logged as step {step}")
         self._refuse_settled(groups)
         self.steplog.write(step, rows)
+        self._last_step = step
         for group in groups:
             self.settlements.add(group, GroupEnding.TRAINED)
+        self.results.add(rewards_differ((row.group, row.reward, row.skipped) for row in rows).items())
 
     def steps_to_replay(self, after: int) -> list[int]:
         """The logged steps after step `after`, in order.
@@ -150,9 +156,10 @@ class RunDir:
             ValueError: One of them has ended before; nothing is written then.
         """
         self._refuse_settled([settled.group for settled in groups])
-        self._append_settled(groups)
+        self._append_settled((self._last_step, settled) for settled in groups)
         for settled in groups:
             self.settlements.add(settled.group, settled.settlement)
+        self.results.add((settled.group, settled.rewards_differ) for settled in groups)
 
     def append_version(
         self, version: int, digest: str, dtype: str, hyperparameters: dict[str, float] | None = None
@@ -224,22 +231,25 @@ class RunDir:
 
     def _remove_steps(self, steps: Sequence[int]) -> None:
         """Remove step files; their groups are first recorded as trained, since no other file has them."""
+        reason = "its step's file was removed under keep_log_steps"
         trained = [
-            EndedGroup(group, GroupEnding.TRAINED, f"step {step}, whose file was removed under keep_log_steps")
+            (step, EndedGroup(group, GroupEnding.TRAINED, reason, rewards_differ=differ))
             for step in steps
-            for group in self.steplog.groups(step)
+            for group, differ in self.steplog.results(step).items()
             if group not in self._trained_lines
         ]
         self._append_settled(trained)
-        self._trained_lines.update(settled.group for settled in trained)
+        self._trained_lines.update(settled.group for _, settled in trained)
         self.steplog.remove(steps)
 
-    def _append_settled(self, groups: Sequence[EndedGroup]) -> None:
+    def _append_settled(self, groups: Iterable[tuple[int, EndedGroup]]) -> None:
+        """Add lines of groups, each with its step."""
         now = time.time()
         self._lines[SETTLED].append(
-            {"group": s.group, "settlement": s.settlement.value, "reason": s.reason, "unix_s": now}
+            {"group": s.group, "settlement": s.settlement.value, "reason": s.reason, "step": step, "unix_s": now}
             | ({"response_tokens": list(s.response_tokens)} if s.response_tokens else {})
-            for s in groups
+            | ({"rewards_differ": s.rewards_differ} if s.rewards_differ is not None else {})
+            for step, s in groups
         )
 
     def _refuse_settled(self, groups: Sequence[int]) -> None:
@@ -247,16 +257,26 @@ class RunDir:
             if (ended := self.settlements.get(group)) is not None:
                 raise ValueError(f"group {group} is settled already: '{ended}'")
 
-    def _read_settlements(self) -> Settlements:
-        settlements = Settlements()
-        for record in self._lines[SETTLED].records(SettledRecord.model_validate):
-            settlements.add(record.group, GroupEnding(record.settlement))
+    def _read_settlements(self) -> tuple[Settlements, GroupResults]:
+        """How groups ended, and their results in the order in which they did: of each step first those it trained."""
+        settlements, results = Settlements(), GroupResults()
+        # By step; then 0 and the group's number for the trained ones, 1 and the order of the file for the others.
+        ordered: list[tuple[tuple[int, int, int], int, bool | None]] = []
+        for line, record in enumerate(self._lines[SETTLED].records(SettledRecord.model_validate)):
+            ending = GroupEnding(record.settlement)
+            settlements.add(record.group, ending)
+            is_trained = ending is GroupEnding.TRAINED
+            place = (record.step, 0, record.group) if is_trained else (record.step, 1, line)
+            ordered.append((place, record.group, record.rewards_differ))
         self._trained_lines.update(g for g, settlement in settlements.items() if settlement is GroupEnding.TRAINED)
         for step in self.steplog.steps():
-            # After a kill between the line and the removal of the file there are both.
-            for group in set(self.steplog.groups(step)) - self._trained_lines:
-                settlements.add(group, GroupEnding.TRAINED)
-        return settlements
+            for group, differ in self.steplog.results(step).items():
+                # After a kill between the line and the removal of the file there are both.
+                if group not in self._trained_lines:
+                    settlements.add(group, GroupEnding.TRAINED)
+                    ordered.append(((step, 0, group), group, differ))
+        results.add((group, differ) for _, group, differ in sorted(ordered, key=itemgetter(0)))
+        return settlements, results
 
     def _note_evaluation(self, label: str, record: EvaluationRecord) -> None:
         self.evaluations[label] = _num_prompts(record.figures)

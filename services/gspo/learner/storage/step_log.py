@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 from gspo.common.host.durable_write import fsync
 from gspo.learner.assembly.rows import SCHEMA, Row, from_table, to_table
 from gspo.learner.storage.durable_files import DiskSpace, link_new, temporary
-from gspo.runlog.step_files import column, step_file, step_files
+from gspo.learner.storage.group_results import rewards_differ
+from gspo.runlog.step_files import read_columns, step_file, step_files
 
 _PATHS = {c.name: f"{c.name}.list.element" if pa.types.is_list(c.type) else c.name for c in SCHEMA}
 # Log-probs hardly repeat: a dictionary of them takes 0.4 of the writing, and their split bytes compress.
@@ -71,9 +72,10 @@ class StepLog:
         # Without partitioning=None a folder named a=b above the run directory would add a column.
         return from_table(pq.read_table(self.path(step), partitioning=None))
 
-    def groups(self, step: int) -> list[int]:
-        """The groups in a step, in order; reads their numbers alone."""
-        return sorted(set(column(self.path(step), "group")))
+    def results(self, step: int) -> dict[int, bool]:
+        """The groups in a step, in order, each with whether its rewards differed; reads no other column."""
+        table = read_columns(self.path(step), ["group", "reward", "skipped"])
+        return rewards_differ(zip(*table.to_pydict().values(), strict=True))
 
     def remove(self, steps: Sequence[int]) -> None:
         """Remove the files of some steps."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gspo.cli.monitor.status import ProcessUsage, StatusPage, instance_parts
+from gspo.cli.monitor.status import ProcessUsage, StatusPage, curriculum_lines, instance_parts
 from gspo.cli.monitor.watcher import GeneratorAlerts, generator_problems
 from gspo.common.config.loading import write_config
 from gspo.common.config.schema import Config
@@ -84,6 +84,18 @@ def test_the_page_says_how_many_drafts_were_accepted(config: Config, tmp_path: P
     console.print(StatusPage(tmp_path, running).draw([learner(), *generators]))
     lines = [line for line in console.file.getvalue().splitlines() if "draft" in line]
     assert lines == ["generation-0: 25% of 4,000 draft tokens were accepted"]
+
+
+def test_the_page_says_how_many_prompts_of_a_curriculum_had_equal_rewards() -> None:
+    rows = [
+        {"source": "sum", "prompts": 40, "equal": 9, "passes": 3},
+        {"source": "", "prompts": 7, "equal": 0, "passes": 0},
+    ]
+    coordinator = replace(learner(), service="coordinator", facts={"curriculum": rows})
+    assert curriculum_lines([learner(), coordinator]) == [
+        "curriculum of sum: 9 of 40 prompts had equal rewards at their last visit; 3 passes are done",
+        "curriculum: 0 of 7 prompts had equal rewards at their last visit; 0 passes are done",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 100, 130, 10_000])

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from gspo.common.config.loading import parse_config
 from gspo.coordinator.data.prompts import training_prompts
-from gspo.coordinator.groups.tasks import PromptOrder, TrainingTasks
+from gspo.coordinator.groups.prompt_order import PromptOrder
+from gspo.coordinator.groups.tasks import TrainingTasks
 from gspo_proto.rollout_pb2 import GroupTask
 
 

@@ -267,7 +267,7 @@ def test_a_group_of_which_nothing_counts_is_filtered(scored) -> None:
     a.add(scored(0, 0, reward=None))
     a.add(scored(0, 1, outcome=OUTCOME_TRUNCATED))
     reason = "no rollout counts: 1 failed, the others were truncated"
-    assert a.next_batch(0, {}).settled == (EndedGroup(0, GroupEnding.FILTERED, reason),)
+    assert a.next_batch(0, {}).settled == (EndedGroup(0, GroupEnding.FILTERED, reason, rewards_differ=False),)
 
 
 def test_a_group_with_equal_rewards_is_trained_with_advantage_0(scored) -> None:
@@ -302,7 +302,7 @@ def test_groups_without_spread_are_dropped_and_others_fill_the_batch(scored, fil
     for number in range(2):
         a.add(scored(0, number, reward=0.1))
     fill(a, 1)
-    expected = EndedGroup(0, GroupEnding.FILTERED, "zero spread: every reward is 0.1")
+    expected = EndedGroup(0, GroupEnding.FILTERED, "zero spread: every reward is 0.1", rewards_differ=False)
     assert a.next_batch(0, {2: 0}) == WaitingForGroups("groups", "1 of 2 groups", (expected,))
     fill(a, 2)
     batch = a.next_batch(0, {})
@@ -393,13 +393,14 @@ def test_drop_and_mask_do_not_wait(fill, on_stale: str) -> None:
 
 
 @pytest.mark.parametrize("on_stale", ["wait", "drop"])
-def test_a_group_with_a_token_too_old_is_stale(scored, on_stale: str) -> None:
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_group_with_a_token_too_old_is_stale(scored, on_stale: str, differ: bool) -> None:
     a = assembler(max_lag=1, on_stale=on_stale)
-    a.add(scored(0, 0, version=[5, 5, -1, 5]))
+    a.add(scored(0, 0, version=[5, 5, -1, 5], reward=0.5 if differ else 1.0))
     a.add(scored(0, 1, version=[3, 5]))
     reason = "sampled by version 3, trained at 5; at most 1 behind"
     # With how long its answers were: the loss by length is reported.
-    assert a.next_batch(5, {}).settled == (EndedGroup(0, GroupEnding.STALE, reason, (3, 2)),)
+    assert a.next_batch(5, {}).settled == (EndedGroup(0, GroupEnding.STALE, reason, (3, 2), rewards_differ=differ),)
 
 
 def test_only_tokens_that_count_make_a_group_old(scored) -> None:

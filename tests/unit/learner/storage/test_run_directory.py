@@ -18,6 +18,7 @@ from gspo.common.errors import InputError
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import PolicyVersion, RunDir
+from gspo_proto.learner_pb2 import REWARD_SPREAD_DIFFERENT, REWARD_SPREAD_EQUAL, REWARD_SPREAD_UNSPECIFIED
 from gspo_proto.rollout_pb2 import EvaluationDone
 
 FORK = multiprocessing.get_context("fork")
@@ -452,6 +453,51 @@ def test_groups_of_removed_steps_stay_trained(tmp_path: Path, rows) -> None:
             run.settle([EndedGroup(10, GroupEnding.STALE, "old")])
 
 
+def results_of(run: RunDir, first: int = 0) -> list[tuple[int, int]]:
+    page = run.results.page("r", first)
+    assert page.run == "r"
+    return list(zip(page.groups, page.spreads, strict=True))
+
+
+def test_results_have_the_order_of_the_log_also_after_a_restart_without_its_step_files(tmp_path: Path, scored) -> None:
+    """Two rollouts a group: those of 4 and 1 differ, one of 3 failed, one of 2 is stale; 7 and 9 say nothing."""
+    equal, different, unknown = REWARD_SPREAD_EQUAL, REWARD_SPREAD_DIFFERENT, REWARD_SPREAD_UNSPECIFIED
+
+    def pair(group: int, step: int, second: float | None, skipped: str | None = None) -> list[Row]:
+        rewards = ((0, 1.0, None), (1, second, skipped))
+        return [
+            replace(row_from_scored(scored(group, number, reward=reward)), step=step, skipped=why)
+            for number, reward, why in rewards
+        ]
+
+    expected = [(5, equal), (1, different), (4, different), (7, unknown), (6, different)]
+    expected += [(2, different), (3, equal), (9, unknown)]
+    with RunDir(tmp_path) as run:
+        run.settle([EndedGroup(5, GroupEnding.FILTERED, "equal", rewards_differ=False)])
+        run.write_step(1, pair(4, 1, 0.0) + pair(1, 1, 0.5))
+        run.settle([EndedGroup(7, GroupEnding.FAILED, "hangs")])
+        run.settle([EndedGroup(6, GroupEnding.STALE, "old", (3, 4), rewards_differ=True)])
+        run.write_step(2, pair(3, 2, None, "failed") + pair(2, 2, 0.0, "stale"))
+        run.settle([EndedGroup(9, GroupEnding.UNUSED, "the end")])
+        assert results_of(run) == expected
+        assert results_of(run, 6) == expected[6:]
+        assert results_of(run, 8) == []
+        for step in (1, 2):
+            save(run, step)
+    with RunDir(tmp_path) as run:
+        assert results_of(run) == expected
+        run.prune(keep_checkpoints=1, keep_log_steps=1)
+        assert run.steplog.steps() == [2]
+    with RunDir(tmp_path) as run:
+        assert results_of(run) == expected
+        run.settle([EndedGroup(8, GroupEnding.FILTERED, "equal", rewards_differ=False)])
+        run.write_step(3, pair(10, 3, 0.0))
+        expected += [(8, equal), (10, different)]
+        assert results_of(run) == expected
+    with RunDir(tmp_path) as run:
+        assert results_of(run) == expected
+
+
 def test_a_kill_while_step_files_are_removed_is_made_good(
     tmp_path: Path, rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,6 +512,7 @@ def test_a_kill_while_step_files_are_removed_is_made_good(
     with RunDir(tmp_path) as run:
         assert run.steplog.steps() == [1, 2, 3]
         assert run.settlements.counts()["trained"] == 3
+        assert [group for group, _ in results_of(run)] == [10, 20, 30]
         run.prune(keep_checkpoints=1, keep_log_steps=1)
         assert run.steplog.steps() == [3]
     assert len((tmp_path / "log" / "settled.jsonl").read_text().splitlines()) == 2
