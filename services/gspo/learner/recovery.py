@@ -215,15 +215,27 @@ def hyperparameters_of(
 
 
 def replay_step(
-    step: int, run_dir: RunDir, trainer: TrainerApi, assembler: Assembler, hyperparameters: Hyperparameters
+    step: int,
+    run_dir: RunDir,
+    trainer: TrainerApi,
+    assembler: Assembler,
+    hyperparameters: Hyperparameters,
+    *,
+    reassembled: bool = False,
 ) -> PolicyWeights:
     """Train a logged step once more, and record its version and figures; the weights of its version.
+
+    Args:
+        reassembled: Whether the assembler makes mini-batches and advantages anew, under other keys than the log's.
 
     Raises:
         NotFiniteError: Too many mini-batches in a row were not finite, or the weights are not.
     """
     rows, recorded = run_dir.steplog.read(step), run_dir.versions.get(step)
-    assembler.replay(rows)
+    if reassembled:
+        rows = assembler.reassemble(step, rows)
+    else:
+        assembler.replay(rows)
     trained = trainer.train(step, rows, run_dir.not_applied(step), hyperparameters)
     weights = weights_from(step, trainer.policy())
     run_dir.append_not_applied(step, map(asdict, trained.not_applied))

@@ -135,6 +135,17 @@ def test_other_keys_train_the_same_rollouts_from_the_first_step_that_is_asked_fo
     assert contents(run_dir) == before
 
 
+def test_mini_batches_and_advantages_are_made_anew_from_the_logged_rewards(run_dir: Path) -> None:
+    keys = ("--with", "algorithm.num_mini_batches=1", "--with", "algorithm.reward_shift=true")
+    done = replay(run_dir, "--steps", "3", *keys, "--json")
+    assert done.code == 0, done.errors
+    rows = pq.read_table(run_dir / "log" / "step-000003.parquet").to_pandas()
+    # One mini-batch begins at the step's first weights, so nothing has moved yet.
+    assert done.value(3, "outside_clip_movement")["replayed"] == 0 != done.value(3, "outside_clip_movement")["recorded"]
+    largest = (rows.reward - rows.groupby("group").reward.transform("mean")).max()
+    assert done.value(3, "advantage_max")["replayed"] == pytest.approx(largest)
+
+
 def test_a_killed_replay_goes_on_where_its_last_checkpoint_is(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
     words = (run_dir, "--steps", "1..6", "--out", out)

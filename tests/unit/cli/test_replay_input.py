@@ -126,7 +126,8 @@ def test_a_log_without_a_step_to_make_is_refused(tmp_path: Path) -> None:
         ("generation.dtype=bfloat16", "cannot change a replay: it decides how rollouts are sampled"),
         ("sampling.temperature=0.5", "cannot change a replay: it decides how rollouts are sampled"),
         ("reward.timeout_s=3", "cannot change a replay: it decides rewards"),
-        ("algorithm.num_mini_batches=2", "it acts before a step is logged"),
+        ("algorithm.mask_truncated=true", "it acts before a step is logged"),
+        ("algorithm.adv_estimator=rloo", "contradicts adv_estimator: rloo, which means leave_one_out"),
         ("algorithm.preset=grpo", "set the keys that it means"),
         ("run.total_steps=50", "learner.schedule constant does not depend on it"),
         ("learner.mismatch_every=0", "it only measures along the way"),
@@ -154,7 +155,8 @@ def test_every_key_either_acts_on_a_replay_or_has_its_reason() -> None:
         *("pg_clip_reference_length", "dual_clip_loss", "loss_agg_mode", "old_logprobs", "routing_replay"),
         *("behavior_correction", "behavior_level", "behavior_low", "behavior_high", "use_kl_loss", "kl_loss_coef"),
         *("kl_kind", "entropy_coef", "add_token_level_kl", "kl_coef", "gamma", "whiten_advantages", "advantage_clip"),
-        *("loss.path", "loss.entry", "loss.reference"),
+        *("loss.path", "loss.entry", "loss.reference", "adv_estimator", "num_mini_batches", "reward_norm"),
+        *("reward_shift", "reward_scale", "reward_clip"),
     )
     learner = {key.name for key in explain() if key.name.startswith("learner.")} - {"learner.mismatch_every"}
     teacher = {f"teacher.{name}" for name in ("path", "coef", "kl_in", "trust_remote_code", "allow_pickle")}
@@ -225,6 +227,8 @@ def test_a_folder_is_taken_again_only_for_the_same_files_and_keys(tmp_path: Path
     # A file that the run removes meanwhile stays here.
     (path / "log" / "step-000009.parquet").unlink()
     assert (out / "log" / "step-000009.parquet").exists()
+    with pytest.raises(InputError, match="step files or the checkpoint of step 8 are gone"):
+        fill(plan, out)
 
 
 def test_a_run_of_another_version_whose_keys_are_unknown_is_named(tmp_path: Path) -> None:

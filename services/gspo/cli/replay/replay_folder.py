@@ -61,11 +61,11 @@ def fill(plan: ReplayPlan, path: Path) -> bool:
     Raises:
         InputError: The folder cannot be written, or the run has removed a file meanwhile.
     """
-    purpose = _purpose(plan)
-    with suppress(OSError, ValueError):
-        if json.loads((path / _PURPOSE).read_text()) == purpose:
-            return False
     try:
+        purpose = _purpose(plan)
+        with suppress(OSError, ValueError):
+            if json.loads((path / _PURPOSE).read_text()) == purpose:
+                return False
         _clear(path)
         _link_sources(plan, path)
         _write_record(plan, path)
@@ -73,8 +73,8 @@ def fill(plan: ReplayPlan, path: Path) -> bool:
             write_config(_of_folder(config, path), path / name)
         facts = environment(plan.changed.config)
         replace_file(path / ENVIRONMENT_NAME, (json.dumps(facts, indent=2) + "\n").encode())
-    except FileNotFoundError as error:
-        rule = f"{error.filename} is gone: the run has removed it meanwhile"
+    except (FileNotFoundError, KeyError) as error:
+        rule = f"step files or the checkpoint of step {plan.start} are gone: the run has removed them meanwhile"
         raise InputError(str(plan.run_dir), rule, "Call again: the plan then has the present files") from error
     except OSError as error:
         rule = f"{path} cannot be written ({error.strerror})"

@@ -20,7 +20,7 @@ from gspo.common.errors import InputError, in_yaml, nearest
 OPTION = "--with"
 _SAMPLING = "decides how rollouts are sampled, and a replay takes them from the log"
 _BATCH = "decides which rollouts a step has, and a replay takes them from the log"
-_ASSEMBLY = "acts before a step is logged: the log has its mini-batches, masks and advantages"
+_ASSEMBLY = "acts before a step is logged: the log has its masks and penalties"
 _AFTER = "acts after a version is made, and a replay only makes versions"
 _SERVED = "is of the teacher's server, whose log-probs the log has"
 # Key or section -> why it cannot act on a replay; the longest name that fits counts.
@@ -50,11 +50,7 @@ _WITHOUT_EFFECT = {
         _BATCH,
     ),
     **dict.fromkeys(
-        (
-            *("algorithm.adv_estimator", "algorithm.num_mini_batches", "algorithm.reward_norm"),
-            *("algorithm.reward_shift", "algorithm.reward_scale", "algorithm.reward_clip"),
-            *("algorithm.mask_truncated", "algorithm.overlong_buffer", "algorithm.overlong_penalty", "teacher.alone"),
-        ),
+        (*("algorithm.mask_truncated", "algorithm.overlong_buffer", "algorithm.overlong_penalty", "teacher.alone"),),
         _ASSEMBLY,
     ),
     "teacher.address": _SERVED,
@@ -62,6 +58,11 @@ _WITHOUT_EFFECT = {
     "teacher.timeout_s": _SERVED,
     "learner.mismatch_every": "only measures along the way, and changes no step",
 }
+# Keys of mini-batches and advantages, which a replay can make anew from the logged rewards.
+_REASSEMBLED = (
+    *("algorithm.adv_estimator", "algorithm.num_mini_batches", "algorithm.reward_norm", "algorithm.reward_shift"),
+    *("algorithm.reward_scale", "algorithm.reward_clip"),
+)
 # Keys that change the rounding of the same update, or its speed.
 _ROUNDING = (
     *("learner.dtype", "learner.micro_batch_tokens", "learner.packing", "learner.gradient_checkpointing"),
@@ -116,6 +117,11 @@ class ChangedKeys:
     def configured(self) -> list[str]:
         """The hyperparameters of each step that follow the configuration, not the record."""
         return sorted({_HYPERPARAMETERS[name] for name in self.values if name in _HYPERPARAMETERS})
+
+    @property
+    def reassembles(self) -> bool:
+        """Whether mini-batches and advantages are made anew, from the logged rewards."""
+        return any(name in _REASSEMBLED for name in self.values)
 
     def lines(self) -> list[str]:
         """A line for each: its name with both values."""

@@ -14,12 +14,17 @@ from rich.text import Text
 from gspo.cli.replay.replay_plan import ReplayPlan
 from gspo.cli.replay.step_comparison import DIGEST, ComparedValue, first_difference
 
-# Shown of each step where bits are not compared; those that the run has.
-SHOWN = ("loss", "clipped_sequences", "clipped_tokens", "grad_norm")
 _MOST_DIFFERING = 12
 # So many equal steps are shown with their figures, and more with their digests alone.
 _FEW_STEPS = 10
 _DIGEST_LETTERS = 12
+
+
+def shown_figures(plan: ReplayPlan) -> tuple[str, ...]:
+    """The figures that are shown of each step: loss, clipped share of the ratio's unit, gradient norm."""
+    ratios = [config.algorithm.importance_sampling for config in (plan.recorded, plan.changed.config)]
+    units = dict.fromkeys("clipped_tokens" if ratio == "token" else "clipped_sequences" for ratio in ratios)
+    return ("loss", *units, "grad_norm")
 
 
 def result_of(plan: ReplayPlan, folder: Path, values: Sequence[ComparedValue]) -> dict[str, Any]:
@@ -65,7 +70,8 @@ def print_result(plan: ReplayPlan, result: dict[str, Any], values: Sequence[Comp
         column.justify = "right"
     for step, of_step in groupby(values, lambda value: value.step):
         for value in _rows(plan, list(of_step)):
-            style = {True: "green", False: "red", None: ""}[value.is_equal]
+            is_verified = not plan.changed.trains_otherwise or step < plan.first
+            style = {True: "green", False: "red", None: ""}[value.is_equal] if is_verified else ""
             shown = (str(step), value.name, _text(value.recorded), _text(value.replayed))
             table.add_row(*shown, Text(_difference(value), style))
     console.print(table)
@@ -80,16 +86,15 @@ def _rows(plan: ReplayPlan, values: Sequence[ComparedValue]) -> Iterator[Compare
     if step == plan.start or step < plan.first:  # before the steps that were asked for
         yield from (value for value in values if value.is_equal is False)
         return
-    yield digest
-    shown = {value.name: value for value in figures if value.name in SHOWN}
-    if plan.is_exact:
-        differing = [value for value in figures if value.is_equal is False]
-        is_short = plan.last - plan.first < _FEW_STEPS
-        yield from differing[:_MOST_DIFFERING] or (shown.values() if is_short else ())
+    by_name = {value.name: value for value in figures}
+    shown = [by_name[name] for name in shown_figures(plan) if name in by_name]
+    if plan.changed.trains_otherwise:
+        yield from shown
         return
-    if plan.rounding and not plan.changed.trains_otherwise:
-        shown |= {value.name: value for value in figures if value.is_equal is False}
-    yield from (shown[name] for name in sorted(shown, key=lambda name: (name not in SHOWN, name)))
+    yield digest
+    differing = [value for value in figures if value.is_equal is False]
+    is_short = plan.last - plan.first < _FEW_STEPS
+    yield from differing[:_MOST_DIFFERING] or (shown if is_short or plan.rounding else ())
 
 
 def _text(value: float | str | None) -> str:

@@ -159,6 +159,8 @@ class ReplayedSteps:
         arguments = [config, "--last", str(last)]
         if not lead and self.plan.changed.configured:
             arguments += ["--configured", *self.plan.changed.configured]
+        if not lead and self.plan.changed.reassembles:
+            arguments += ["--reassembled"]
         patience_s = self.plan.recorded.run.drain_timeout_s
         process = ReplayProcess(self.path, arguments, patience_s, self._say)
         self._say("loading the model")

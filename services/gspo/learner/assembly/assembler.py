@@ -165,6 +165,17 @@ class Assembler:
         if self._algorithm.reward_norm == "running":
             update_moments(self.moments, rows)
 
+    def reassemble(self, step: int, rows: Sequence[Row]) -> list[Row]:
+        """The rows of a logged step with the mini-batches and advantages that the present keys give them.
+
+        Under the keys of their assembly they are the logged rows, to the bit. The running moments take their rewards.
+        """
+        num_mini_batches = self._algorithm.num_mini_batches
+        ordered = in_training_order(rows, seed=self._seed, step=step, num_mini_batches=num_mini_batches)
+        if self._rewards_count:
+            return with_advantages(ordered, self._algorithm, self.moments)
+        return [replace(row, advantage=None if row.skipped else 0.0) for row in ordered]
+
     def _settle(self, group: int, settlement: GroupEnding, reason: str) -> EndedGroup:
         ended = self._groups.pop(group, None)
         self._settlements.add(group, settlement)
@@ -233,12 +244,7 @@ class Assembler:
             for group in chosen
             for row in group.rows_to_train(version, self._staleness)
         ]
-        num_mini_batches = self._algorithm.num_mini_batches
-        rows = in_training_order(rows, seed=self._seed, step=step, num_mini_batches=num_mini_batches)
-        if self._rewards_count:
-            rows = with_advantages(rows, self._algorithm, self.moments)
-        else:
-            rows = [replace(row, advantage=None if row.skipped else 0.0) for row in rows]
+        rows = self.reassemble(step, rows)
         for group in chosen:
             self._settle(group.number, GroupEnding.TRAINED, f"step {step}")
         self._fruitless.clear()

@@ -63,6 +63,7 @@ def main() -> None:
             RankZero,
             _asked_to_stop().is_set,
             configured=arguments.configured,
+            reassembled=arguments.reassembled,
         )
     except InputError as error:
         exit_bad_input(error)
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", help="name of the configuration in that folder")
     parser.add_argument("--last", type=int, required=True, help="the last step to make")
     parser.add_argument("--configured", nargs="*", default=(), help="hyperparameters that the configuration decides")
+    parser.add_argument("--reassembled", action="store_true", help="make mini-batches and advantages anew")
     return parser
 
 

@@ -37,6 +37,7 @@ def make_steps(
     is_stopped: Callable[[], bool],
     *,
     configured: Collection[str] = (),
+    reassembled: bool = False,
 ) -> None:
     """Make the steps of a replay's folder after its newest checkpoint, up to `last`, and write a checkpoint then.
 
@@ -45,6 +46,7 @@ def make_steps(
     Args:
         is_stopped: Whether to stop before the next step.
         configured: Names of the hyperparameters that the configuration decides; the others are those on record.
+        reassembled: Whether the configuration decides mini-batches and advantages; else they are the logged ones.
 
     Raises:
         InputError: As for `recovery.restore`.
@@ -65,7 +67,7 @@ def make_steps(
             if step > last or is_stopped():
                 break
             used = hyperparameters_of(config, step, recorded.get(step), configured)
-            weights = replay_step(step, run_dir, trainer, assembler, used)
+            weights = replay_step(step, run_dir, trainer, assembler, used, reassembled=reassembled)
             if not step % config.run.checkpoint_every:
                 saved = _save(weights, run_dir, trainer, assembler)
         if weights.version > saved:

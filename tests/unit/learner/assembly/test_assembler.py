@@ -160,6 +160,26 @@ def test_running_moments_take_rewards_in_and_a_replay_does_the_same(fill, scored
     assert replayed.moments == a.moments
 
 
+@pytest.mark.parametrize("reward_norm", ["group", "running"])
+def test_logged_rows_are_assembled_again_to_the_same_and_under_other_keys_to_others(scored, reward_norm: str) -> None:
+    keys = {"adv_estimator": "reinforce", "reward_norm": reward_norm, "rollout_batch_size": 4, "num_mini_batches": 3}
+    a, same, other = assembler(**keys), assembler(**keys), assembler(**{**keys, "num_mini_batches": 1})
+    for group in range(4):
+        a.add(scored(group, 0, reward=0.1 * group))
+        a.add(scored(group, 1, reward=None if group == 1 else 0.7))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+
+    def shown(rows: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [(row.step, row.group, row.number, row.mini_batch, row.advantage) for row in rows]
+
+    assert shown(same.reassemble(1, batch.rows)) == shown(batch.rows)
+    assert same.moments == a.moments
+    again = shown(other.reassemble(1, batch.rows))
+    assert {row[3] for row in again} == {0, -1}
+    assert [row[:3] for row in again] == [row[:3] for row in shown(batch.rows)]
+
+
 def test_mini_batches_are_cut_by_whole_rollouts_and_differ_by_one_at_most(fill, scored) -> None:
     a = assembler(rollout_batch_size=5, num_mini_batches=4)
     fill(a, 0, 1, 2, 3)
