@@ -7,18 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from gspo.reward.sandbox import inside
+from gspo.reward.sandbox.bubblewrap import (
+    ENVIRONMENT,
+    ETC,
+    INSIDE,
+    SHOWN,
+    SYSTEM,
+    memory_folder,
+    new_namespaces,
+    new_uid,
+    python_places,
+    shown_paths,
+    site_folders,
+    system_folders,
+)
 
 LevelName = Literal["bubblewrap", "landlock", "rlimits"]
 # Weakest first.
@@ -31,7 +42,6 @@ NUM_FILES = 256
 MAX_THREADS = 128
 # Tasks of one user: those of all workers. The service's own user has many others, and their number changes.
 _TASKS_OF_OWN_USER, _TASKS_OF_SHARED_USER = 1024, 16384
-_INSIDE = Path(inside.__file__).parent
 _PROGRAM = """
 import sys
 # -I leaves out PYTHONPATH, on which all packages may lie.
@@ -42,19 +52,8 @@ del sys.path[0]
 supervisor.main()
 """
 _SCRATCH_INSIDE = "/scratch"
-# Paths from which a Linux system loads programs and libraries; none has a user's data.
-_SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/opt/rh")
-_ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mime.types")
-_SHOWN = ("/sys/devices/system/cpu",)
-_FACTS = ("/proc/cpuinfo", "/proc/meminfo", *_SHOWN)
+_FACTS = ("/proc/cpuinfo", "/proc/meminfo", *SHOWN)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-# The environment of user code: no variable of the service's, and one thread for each numerical library.
-_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
-)
-# systemd's range for users that exist only while a service runs; no other user is in it.
-_FIRST_UID, _NUM_UIDS = 61184, 4336
-_numbers = count()
 # Slow to import, and free of other effects: the supervisor, which is less confined, imports no others.
 _KNOWN = """
     numpy scipy pandas sympy torch transformers sklearn math_verify latex2sympy2_extended regex rapidfuzz jsonschema
@@ -97,7 +96,7 @@ async def start_supervisor(
     wrapped = level.name == "bubblewrap"
     # As the kernel names it in lists of maps.
     scratch = None if wrapped else Path(tempfile.mkdtemp(prefix="gspo-scratch-")).resolve()
-    uid = _FIRST_UID + (os.getpid() * 64 + next(_numbers)) % _NUM_UIDS if os.geteuid() == 0 else 0
+    uid = new_uid()
     if scratch is not None and uid:
         # Its user is known only once the supervisor has tried to become one; the folders in it are 0700.
         scratch.chmod(0o1777)
@@ -110,20 +109,20 @@ async def start_supervisor(
         "num_tasks": _TASKS_OF_OWN_USER if wrapped or uid else _TASKS_OF_SHARED_USER,
         "packages": list(packages),
         "num_slots": num_slots,
-        "reads": [str(path) for path in (*map(Path, _SYSTEM + _ETC + _FACTS), *places)],
+        "reads": [str(path) for path in (*map(Path, SYSTEM + ETC + _FACTS), *places)],
         "devices": _DEVICES,
         "num_files": NUM_FILES,
         "file_bytes": FILE_BYTES,
         "filter": bool(level.filter),
     }
-    program = _PROGRAM.format(folder=str(_INSIDE.parent), paths=_site_folders())
+    program = _PROGRAM.format(folder=str(INSIDE.parent), paths=site_folders())
     python = [sys.executable, "-I", "-X", "utf8", "-c", program]
     command = [*(_bubblewrap(places, uid, num_slots) if wrapped else []), *python, str(there.fileno())]
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
             cwd="/",
-            env=_ENVIRONMENT,
+            env=ENVIRONMENT,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -138,46 +137,12 @@ async def start_supervisor(
     return process, here, scratch
 
 
-def python_places() -> list[Path]:
-    """Folders of Python and of the installed packages, none within another of them."""
-    places = {Path(path) for path in (sys.prefix, sys.base_prefix, *_site_folders(), str(_INSIDE))}
-    places |= {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
-    # A virtual environment's python is a link, maybe through several folders.
-    places.add(Path(sys.executable).resolve().parent.parent)
-    return [path for path in sorted(places) if not any(path.is_relative_to(other) for other in places - {path})]
-
-
-def _site_folders() -> list[str]:
-    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-
-
 def _bubblewrap(places: Sequence[Path], uid: int, num_slots: int) -> list[str]:
-    """The command line before the program: new namespaces, a file system of the named paths, no capabilities.
-
-    As root the supervisor enters a user and a user namespace of its own: bubblewrap's own namespace maps to root.
-    """
-    as_root = uid != 0
-    words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
-    words += ["--die-with-parent", "--cap-drop", "ALL"]
-    words += (
-        ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        if as_root
-        else ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    )
-    for name in _SYSTEM:
-        path = Path(name)
-        if path.is_symlink():
-            words += ["--symlink", str(path.readlink()), name]
-        elif path.is_dir():
-            words += ["--ro-bind", name, name]
-    words += ["--proc", "/proc", "--dev", "/dev"]
+    """The command line before the program: no capabilities, a file system of the named paths, and scratch."""
+    words = [*new_namespaces(uid), *system_folders(), "--proc", "/proc", "--dev", "/dev"]
     for folder in (_SCRATCH_INSIDE, *(f"{_SCRATCH_INSIDE}/{slot}" for slot in range(num_slots))):
-        words += ["--size", str(SCRATCH_BYTES), "--perms", "1777", "--tmpfs", folder]
-    for path in (*map(Path, (*_ETC, *_SHOWN)), *places):
-        if not any(path.is_relative_to(name) for name in _SYSTEM):
-            for parent in reversed(path.parents[:-1]):  # without it bubblewrap makes them for root alone
-                words += ["--perms", "0755", "--dir", str(parent)]
-            words += ["--ro-bind-try", str(path), str(path)]
+        words += memory_folder(folder, SCRATCH_BYTES)
+    words += shown_paths([*map(Path, (*ETC, *SHOWN)), *places])
     return [*words, "--remount-ro", "/", "--chdir", "/", "--hostname", "sandbox", "--"]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _CLOEXEC, _INHERIT, _NOT_BLOCKING, _READABLE = 0x5451, 0x5450, 0x5421, 0x541B  # ioctl: FIOCLEX, FIONCLEX, ...
@@ -81,6 +81,25 @@ REFUSED = """
     setsockopt flock timer_create timer_settime timer_gettime timer_getoverrun timer_delete
     landlock_create_ruleset landlock_add_rule landlock_restrict_self seccomp
 """
+# Further calls of agents. They start programs, use sockets (their namespaces reach relays alone), signal their own
+# processes and change their own files. Namespaces, traces, mounts and memory without a process stay refused.
+_SOCKETS = """
+    connect bind listen accept accept4 sendto sendmsg sendmmsg setsockopt socketpair close_range splice tee vmsplice
+"""
+_PROCESSES = """
+    fork vfork execve execveat setpgid setsid setpriority prlimit64 setrlimit prctl fcntl
+    kill tkill tgkill pidfd_open pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo
+    sched_setaffinity sched_setparam sched_setscheduler sched_setattr sched_getattr
+"""
+_FILES = """
+    truncate chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat mknod mknodat
+    utime utimes utimensat futimesat flock inotify_init inotify_init1 inotify_add_watch inotify_rm_watch
+    getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
+"""
+_TIMERS = "timer_create timer_settime timer_gettime timer_getoverrun timer_delete"
+_OWN_FILTERS = " seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self"
+OF_AGENTS = _SOCKETS + _PROCESSES + _FILES + _TIMERS + _OWN_FILTERS
+_TYPES_INTO_A_TERMINAL = 0x5412  # ioctl TIOCSTI
 
 
 class FilterUnavailableError(Exception):
@@ -88,7 +107,7 @@ class FilterUnavailableError(Exception):
 
 
 def filter_bytes(*, signals: bool) -> bytes:
-    """The filter as an array of `struct sock_filter`.
+    """The filter of reward functions and environments, as an array of `struct sock_filter`.
 
     Args:
         signals: Whether kill is let through, because something else keeps a signal from reaching other processes.
@@ -96,17 +115,57 @@ def filter_bytes(*, signals: bool) -> bytes:
     Raises:
         FilterUnavailableError: libseccomp is missing or refuses a rule.
     """
+    return _compiled(lambda seccomp: _rules(seccomp, signals))
+
+
+def agent_filter_bytes() -> bytes:
+    """The filter of agents, which have namespaces of their own; the same form.
+
+    Raises:
+        FilterUnavailableError: libseccomp is missing or refuses a rule.
+    """
+    return _compiled(_agent_rules)
+
+
+def _compiled(rules: Callable[[Any], Any]) -> bytes:
     try:
         import pyseccomp as seccomp  # raises at import where the machine has no libseccomp
     except (ImportError, RuntimeError, OSError) as error:
         raise FilterUnavailableError(f"libseccomp cannot be loaded ({error})") from error
     try:
-        return _compile(seccomp, signals)
+        program = rules(seccomp)
+        with tempfile.TemporaryFile() as file:
+            program.export_bpf(file)
+            file.seek(0)
+            return file.read()
     except OSError as error:
         raise FilterUnavailableError(f"libseccomp refuses the filter ({error})") from error
 
 
-def _compile(seccomp: Any, signals: bool) -> bytes:
+def _agent_rules(seccomp: Any) -> Any:
+    program = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
+    refuse = seccomp.ERRNO(errno.EPERM)
+    allowed = [*_known(seccomp, ALLOWED + OF_AGENTS)]
+    for name in allowed:
+        program.add_rule(seccomp.ALLOW, name)
+    for name in _known(seccomp, REFUSED):
+        if name not in (*allowed, "socket"):
+            program.add_rule(refuse, name)
+    for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+        program.add_rule(seccomp.ALLOW, "socket", seccomp.Arg(0, seccomp.EQ, family))
+    for flag in _bits(_NEW_NAMESPACES):
+        program.add_rule(refuse, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
+    program.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
+    program.add_rule(refuse, "ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, _TYPES_INTO_A_TERMINAL))
+    program.add_rule(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.NE, _TYPES_INTO_A_TERMINAL))
+    return program
+
+
+def _bits(mask: int) -> Iterator[int]:
+    return (1 << number for number in range(mask.bit_length()) if mask >> number & 1)
+
+
+def _rules(seccomp: Any, signals: bool) -> Any:
     program = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
     refuse = seccomp.ERRNO(errno.EPERM)
     arg, masked, equal = seccomp.Arg, seccomp.MASKED_EQ, seccomp.EQ
@@ -135,10 +194,7 @@ def _compile(seccomp: Any, signals: bool) -> bytes:
     # Its own limits may be read and lowered, those of another process not.
     program.add_rule(allow, "prlimit64", arg(0, equal, 0))
     program.add_rule(refuse, "prlimit64", arg(0, seccomp.NE, 0))
-    with tempfile.TemporaryFile() as file:
-        program.export_bpf(file)
-        file.seek(0)
-        return file.read()
+    return program
 
 
 def _known(seccomp: Any, names: str) -> Iterator[str]:

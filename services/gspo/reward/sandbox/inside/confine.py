@@ -32,6 +32,7 @@ _RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 <<
 _ALL_RIGHTS = (1 << 16) - 1
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_CAPBSET_DROP, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -42,12 +43,17 @@ _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 @dataclass(frozen=True)
 class WorkerBounds:
-    """The resource limits of a worker; bytes."""
+    """The resource limits of a worker; bytes.
+
+    Attributes:
+        written_memory: `memory` limits writable pages, not address space, of which some languages reserve much more.
+    """
 
     memory: int
     file: int
     num_files: int
     num_tasks: int
+    written_memory: bool = False
 
 
 def _checked(result: int, what: str) -> int:
@@ -126,7 +132,7 @@ def load_filter(program: bytes) -> None:
 def limit(bounds: WorkerBounds) -> None:
     """Set the rlimits of this process; they cannot be raised again."""
     for name, value in (
-        (resource.RLIMIT_AS, bounds.memory),
+        (resource.RLIMIT_DATA if bounds.written_memory else resource.RLIMIT_AS, bounds.memory),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, bounds.file),
         (resource.RLIMIT_NOFILE, bounds.num_files),
@@ -137,6 +143,11 @@ def limit(bounds: WorkerBounds) -> None:
         hard = resource.getrlimit(name)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (value, value))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent has ended, so that none can leave unseen."""
+    _checked(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "subreaper")
 
 
 def die_with_parent(parent: int) -> None:
@@ -177,6 +188,42 @@ def enter_user_namespace() -> None:
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+
+
+def take_own_user(uid: int, places: Iterable[Path], *, namespace: bool) -> bool:
+    """Root becomes the sandbox's user, if that one can read `places`; whether it has.
+
+    Args:
+        uid: 0 where the process is not root, and stays what it is.
+        namespace: Enter a user namespace, in which there is no other user.
+    """
+    if not uid or os.geteuid() != 0 or not _readable_by(uid, places):
+        return False
+    try:
+        become(uid)
+    except OSError:  # no such user may exist in a container's user namespace
+        return False
+    if namespace:  # root cannot be mapped into one without privileges
+        enter_user_namespace()
+    return True
+
+
+def _readable_by(uid: int, places: Iterable[Path]) -> bool:
+    """Whether another user can reach all these places; tried by a process that becomes that user."""
+    pid = os.fork()
+    if pid == 0:
+        with suppress(OSError):
+            become(uid)
+            os._exit(0 if all(os.access(place, os.R_OK) for place in places if _exists(place)) else 1)
+        os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _exists(place: Path) -> bool:
+    try:
+        return place.exists()
+    except PermissionError:
+        return True
 
 
 def drop_capabilities() -> None:

@@ -97,13 +97,8 @@ class SandboxSupervisor:
 
     def _confine(self) -> dict[str, Any]:
         """Become the sandbox's user, and give up all privileges; a report of the means that the machine has."""
-        uid, report = self._task["uid"], {"landlock": self._rules.abi, "own_user": False}
-        if uid and os.geteuid() == 0 and _readable_by(uid, self._reads):
-            with suppress(OSError):  # no such user may exist in a container's user namespace
-                confine.become(uid)
-                report["own_user"] = True
-        if self._task["user_namespace"] and report["own_user"]:  # root cannot be mapped into one without privileges
-            confine.enter_user_namespace()
+        is_own = confine.take_own_user(self._task["uid"], self._reads, namespace=self._task["user_namespace"])
+        report = {"landlock": self._rules.abi, "own_user": is_own}
         confine.drop_capabilities()
         confine.no_new_privileges()
         confine.hide()
@@ -299,21 +294,3 @@ def _take_descriptors(channel: int, output: int) -> socket.socket:
 
 def _text_to(fd: int) -> TextIO:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-
-
-def _readable_by(uid: int, places: Iterable[Path]) -> bool:
-    """Whether another user can reach all these places; tried by a process that becomes that user."""
-    pid = os.fork()
-    if pid == 0:
-        with suppress(OSError):
-            confine.become(uid)
-            os._exit(0 if all(os.access(place, os.R_OK) for place in places if _exists(place)) else 1)
-        os._exit(1)
-    return os.waitpid(pid, 0)[1] == 0
-
-
-def _exists(place: Path) -> bool:
-    try:
-        return place.exists()
-    except PermissionError:
-        return True

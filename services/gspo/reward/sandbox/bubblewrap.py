@@ -1,0 +1,93 @@
+"""The parts of every sandbox: words of bubblewrap, paths that user code may read, its user and its environment.
+
+launch.py makes the sandboxes of reward functions and environments of it, services/gspo/agents/agent_sandbox.py those of
+agents. It chooses nothing that only one of them may do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+
+from gspo.reward.sandbox import inside
+
+INSIDE = Path(inside.__file__).parent
+# Paths from which a Linux system loads programs and libraries; none has a user's data.
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/opt/rh")
+ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mime.types")
+SHOWN = ("/sys/devices/system/cpu",)
+# The environment of user code: no variable of the service's, and one thread for each numerical library.
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
+)
+# systemd's range for users that exist only while a service runs; no other user is in it.
+_FIRST_UID, _NUM_UIDS = 61184, 4336
+_numbers = count()
+
+
+def new_uid() -> int:
+    """A user for one sandbox, if this process is root; else 0."""
+    return _FIRST_UID + (os.getpid() * 64 + next(_numbers)) % _NUM_UIDS if os.geteuid() == 0 else 0
+
+
+def python_places() -> list[Path]:
+    """Folders of Python and of the installed packages, none within another of them."""
+    places = {Path(path) for path in (sys.prefix, sys.base_prefix, *site_folders(), str(INSIDE))}
+    places |= {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    # A virtual environment's python is a link, maybe through several folders.
+    places.add(Path(sys.executable).resolve().parent.parent)
+    return [path for path in sorted(places) if not any(path.is_relative_to(other) for other in places - {path})]
+
+
+def site_folders() -> list[str]:
+    """Folders of installed packages."""
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+
+
+def new_namespaces(uid: int, *capabilities: str) -> list[str]:
+    """The first words: new namespaces, and no capability but those that the program gives up itself.
+
+    As root the program enters a user and a user namespace of its own: bubblewrap's own namespace maps to root.
+
+    Args:
+        uid: Of `new_uid`.
+        capabilities: Further ones, within the new namespaces.
+    """
+    words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--die-with-parent", "--cap-drop", "ALL"]
+    words += [] if uid else ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    for name in (*(("CAP_SETUID", "CAP_SETGID") if uid else ()), *capabilities):
+        words += ["--cap-add", name]
+    return words
+
+
+def system_folders() -> list[str]:
+    """The words that show the system's programs and libraries."""
+    words: list[str] = []
+    for name in SYSTEM:
+        path = Path(name)
+        if path.is_symlink():
+            words += ["--symlink", str(path.readlink()), name]
+        elif path.is_dir():
+            words += ["--ro-bind", name, name]
+    return words
+
+
+def memory_folder(folder: str, size_bytes: int) -> list[str]:
+    """The words for a folder in memory that every user may write to."""
+    return ["--size", str(size_bytes), "--perms", "1777", "--tmpfs", folder]
+
+
+def shown_paths(paths: Iterable[Path]) -> list[str]:
+    """The words that show paths outside of the system's folders, read-only; missing ones are left out."""
+    words: list[str] = []
+    for path in paths:
+        if not any(path.is_relative_to(name) for name in SYSTEM):
+            for parent in reversed(path.parents[:-1]):  # without it bubblewrap makes them for root alone
+                words += ["--perms", "0755", "--dir", str(parent)]
+            words += ["--ro-bind-try", str(path), str(path)]
+    return words
