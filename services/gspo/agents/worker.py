@@ -10,13 +10,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, TypeAlias
+from typing import Any
 
 import httpx
+
+from gspo.agents.player.task import Agent, Task
 
 log = logging.getLogger(__name__)
 # Longest wait of one call for a task; the gateway holds the call for so long.
@@ -34,36 +35,20 @@ class _RunEndedError(RunUnreachableError):
     """The gateway is away since the run has ended."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """A rollout to play.
+class AgentFailedError(Exception):
+    """The agent has failed at a rollout, which then has no score; raised by agents that know more than an exception.
 
     Attributes:
-        id: Of the rollout.
-        prompt: The prompt as text.
-        messages: The prompt as chat messages; empty where it is plain text.
-        columns: The further columns of the prompt's row in the data set.
-        base_url: Of the API of OpenAI; Anthropic's client takes it without the ending /v1.
-        api_key: Of this rollout: calls with it are recorded as the rollout's.
-        model: Name of the policy for these calls.
-        attempt: How often the rollout was handed out, from 1.
-        evaluation: Label of the evaluation that it belongs to; empty in training.
-        timeout_s: Time in which it has to end.
+        kind: A failure_kind of the gateway, such as memory.
     """
 
-    id: str
-    prompt: str
-    messages: list[dict[str, Any]]
-    columns: dict[str, Any]
-    base_url: str
-    api_key: str
-    model: str
-    attempt: int
-    evaluation: str
-    timeout_s: float
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
-Agent: TypeAlias = Callable[[Task], Awaitable[float | None]]
+class RolloutLostError(Exception):
+    """The process that played a rollout has gone. Another worker may play it: the agent has not failed."""
 
 
 @dataclass
@@ -125,9 +110,12 @@ class AgentWorker:
         try:
             result = await self._result(task)
             reply = await self._post(http, f"{path}/finish", key, result, lease_s)
-        except RunUnreachableError as error:
+        except (RunUnreachableError, RolloutLostError) as error:
             log.warning("rollout %s is lost: %s", task.id, error)
             self.counts["lost"] += 1
+            if isinstance(error, RolloutLostError):
+                with suppress(RunUnreachableError):  # its lease then ends by its time
+                    await self._post(http, f"{path}/release", key, {}, lease_s)
             return
         finally:
             beating.cancel()
@@ -140,12 +128,20 @@ class AgentWorker:
             raise RunUnreachableError(f"{self.url} refuses a result: {reply.status_code} {reply.text[:_MOST_TEXT]}")
 
     async def _result(self, task: Task) -> dict[str, Any]:
-        """The body of `finish`: a reward, or how the agent failed."""
+        """The body of `finish`: a reward, or how the agent failed.
+
+        Raises:
+            RolloutLostError: Neither: what played it has gone.
+        """
         try:
             async with asyncio.timeout(task.timeout_s):
                 return {"reward": await self.agent(task)}
         except TimeoutError:
             return {"failure": f"not finished after {task.timeout_s:g} s", "failure_kind": "timeout"}
+        except RolloutLostError:
+            raise
+        except AgentFailedError as error:
+            return {"failure": str(error)[:_MOST_TEXT], "failure_kind": error.kind}
         except Exception as error:  # the agent is the user's: its errors end its rollout alone
             log.warning("the agent failed at rollout %s", task.id, exc_info=error)
             return {"failure": f"{type(error).__name__}: {error}"[:_MOST_TEXT], "failure_kind": "exception"}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import inspect
 import signal
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from gspo.agents.worker import Agent, AgentWorker, RunUnreachableError
+from gspo.agents.player.loading import UnfitAgentError, load_agent
+from gspo.agents.player.task import Agent
+from gspo.agents.worker import AgentWorker, RunUnreachableError
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
 from gspo.common.errors import InputError
 
@@ -25,7 +25,7 @@ def agent_worker(path: Path, entry: str, url: str, token_file: Path | None, roll
         InputError: The file has no such function, or the token cannot be read.
         RunError: The gateway refuses the worker, or is away.
     """
-    worker = AgentWorker(load_agent(path, entry), url, _token(token_file), rollouts)
+    worker = AgentWorker(_load(path, entry), url, _token(token_file), rollouts)
     try:
         return asyncio.run(_run(worker, console))
     except* RunUnreachableError as errors:
@@ -49,25 +49,17 @@ async def _run(worker: AgentWorker, console: Console) -> int:
     return 0
 
 
-def load_agent(path: Path, entry: str) -> Agent:
+def _load(path: Path, entry: str) -> Agent:
     """The function of a file; modules beside the file can be imported.
 
     Raises:
         InputError: The file cannot be imported, or has no such function.
     """
-    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
-    if spec is None or spec.loader is None:
-        raise InputError(str(path), "is no Python file", "Name a file with `async def play(task)`")
     sys.path.insert(0, str(path.resolve().parent))
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(str(path), f"cannot be imported ({type(error).__name__}: {error})", "Mend it") from error
-    agent: Agent | None = getattr(module, entry, None)
-    if agent is None or not inspect.iscoroutinefunction(agent):
-        raise InputError(str(path), f"has no `async def {entry}(task)`", "Write one, or name another with --entry")
-    return agent
+        return load_agent(path, entry)
+    except UnfitAgentError as error:
+        raise InputError(str(path), str(error), error.fix) from error
 
 
 def _token(path: Path | None) -> str:

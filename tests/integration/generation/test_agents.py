@@ -22,7 +22,8 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
-from gspo.agents.worker import AgentWorker, RunUnreachableError, Task
+from gspo.agents.player.task import Task
+from gspo.agents.worker import AgentWorker, RunUnreachableError
 from gspo.common.streams.entries import SCHEMA
 from gspo.learner.assembly.rollout_limits import rollout_limits
 from gspo.learner.assembly.rows import row_from_scored
@@ -75,16 +76,17 @@ class AgentRun:
     async def issue(self, num_rollouts: int = 1, **more: Any) -> GroupTask:
         """A task as the coordinator issues it."""
         self._group += 1
+        prompt = Prompt(token_ids=[5], text="p", messages_json=json.dumps([FIRST]), columns_json='{"answer": "3"}')
+        keys: dict[str, Any] = {"prompt": prompt} | more
         task = GroupTask(
             schema=SCHEMA,
             group=self._group,
             attempt=1,
             num_rollouts=num_rollouts,
-            prompt=Prompt(token_ids=[5], text="p", messages_json=json.dumps([FIRST]), columns_json='{"answer": "3"}'),
             sampling=Sampling(temperature=TEMPERATURE, max_tokens=LENGTHS["response_length"], top_p=1.0),
             rewards=[RewardUse(name="agent", weight=1.0)],
             issued_unix_s=time.time(),
-            **more,
+            **keys,
         )
         await self.redis.hset(self.keys.open, str(self._group), "{}")
         await self.redis.xadd(self.keys.prompts, {"d": task.SerializeToString()})

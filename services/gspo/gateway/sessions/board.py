@@ -136,9 +136,9 @@ class Board:
         return set(rollouts)
 
     async def _on_lost(self, name: str, attempt: int) -> None:
-        """A worker was silent for too long."""
+        """A worker was silent for too long, or has given its rollout back."""
         metrics.AGENT_LEASES_LOST.inc()
-        log.warning("agent_lost", rollout=name, attempt=attempt, detail="its worker was silent for too long")
+        log.warning("agent_lost", rollout=name, attempt=attempt, detail="its worker was silent for too long, or lost")
         if attempt > self._max_attempts:
             raise DeadLetterError(f"rollout {name} was handed to {attempt - 1} workers, and none finished it")
 

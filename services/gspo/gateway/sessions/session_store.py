@@ -191,6 +191,14 @@ class SessionStore:
         """
         await self._write(key, {"until": time.time() + self._lease_s})
 
+    async def release(self, key: str) -> None:
+        """End the lease now, as its time would: another worker may play the rollout from its beginning.
+
+        Raises:
+            SessionLostError: As `session`.
+        """
+        await self._write(key, {"until": 0.0})
+
     async def finish(self, key: str, result: AgentResult) -> None:
         """Write the result, which ends the rollout. The same result may be written again.
 

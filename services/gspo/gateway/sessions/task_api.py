@@ -1,4 +1,4 @@
-"""The HTTP API of agents: lease a task, renew the lease, finish. And the check of every caller's key.
+"""The HTTP API of agents: lease a task, renew or end the lease, finish. And the check of every caller's key.
 
 A worker shows the run's shared token to lease. The reply has a key of one rollout: with it the agent calls the model,
 and the worker renews and finishes.
@@ -25,7 +25,7 @@ from gspo_proto.agent_pb2 import AgentResult
 # An agent's key begins with it, so that an expired one is not taken for that of another client.
 _KEY_PREFIX = "agent-"
 _TASKS = "/v1/tasks"
-_OF_ONE_TASK = ("/heartbeat", "/finish")
+_OF_ONE_TASK = ("/heartbeat", "/finish", "/release")
 _LONGEST_WAIT_S, _LOOK_EVERY_S = 20.0, 0.1
 _MOST_TEXT = 4096
 _GONE = 410
@@ -62,7 +62,7 @@ class FinishRequest(BaseModel):
 
     reward: FiniteFloat | None = None
     failure: str = Field("", max_length=_MOST_TEXT)
-    failure_kind: Literal["agent_failed", "exception", "timeout"] = "agent_failed"
+    failure_kind: Literal["agent_failed", "crash", "exception", "invalid_return", "memory", "timeout"] = "agent_failed"
 
 
 def task_routes(service: Service, store: SessionStore) -> APIRouter:
@@ -96,6 +96,10 @@ def task_routes(service: Service, store: SessionStore) -> APIRouter:
     @router.post("/{name:path}/heartbeat", status_code=204)
     async def heartbeat(name: str, authorization: Annotated[str, Header()] = "") -> None:
         await _with_key(name, authorization, store.renew)
+
+    @router.post("/{name:path}/release", status_code=204)
+    async def release(name: str, authorization: Annotated[str, Header()] = "") -> None:
+        await _with_key(name, authorization, store.release)
 
     @router.post("/{name:path}/finish", status_code=204)
     async def finish(name: str, request: FinishRequest, authorization: Annotated[str, Header()] = "") -> None:
