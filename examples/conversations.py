@@ -252,33 +252,31 @@ def _made_of(folder: Path) -> str | None:
         return None
 
 
-def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None, agent: Path | None = None) -> int:
-    """`gspo run` on the example's configuration and this cold start, with `gspo agent` beside it; its exit code."""
-    config = yaml.safe_load((here / ("agent.yaml" if agent else "config.yaml")).read_text(encoding="utf-8"))
+def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None, file: str, external: bool) -> int:
+    """`gspo run` on a configuration of the example and this cold start; its exit code.
+
+    Args:
+        external: Play the configuration's agent by `gspo agent`, in a process beside the run.
+    """
+    config = yaml.safe_load((here / file).read_text(encoding="utf-8"))
     config["name"] = f"{here.name}-{seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     config["seed"] = seed
     config["run"]["directory"] = str(runs)
-    if "path" in config.get("environment", {}):
-        config["environment"]["path"] = str(here / config["environment"]["path"])
+    for section in ("environment", "agent"):
+        if "path" in config.get(section, {}):
+            config[section]["path"] = str(here / config[section]["path"])
     for section, keys in json.loads((folder / MARKER).read_text(encoding="utf-8"))["keys"].items():
         config[section] |= keys
     if steps is not None:
         config["run"]["total_steps"] = steps
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     gspo = [sys.executable, "-m", "gspo.cli"]
-    if agent is None:
-        return subprocess.run([*gspo, "run", path], check=False, cwd=ROOT).returncode
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    config["services"] = {"gateway_port": port}
+    agent = play_outside(config) if external else []
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    playing = subprocess.Popen(
-        [*gspo, "agent", agent, "--url", f"http://127.0.0.1:{port}", "--rollouts", "32"],
-        cwd=ROOT,
-        stdout=(folder / "agent.log").open("w"),
-        stderr=subprocess.STDOUT,
-    )
+    if not agent:
+        return subprocess.run([*gspo, "run", path], check=False, cwd=ROOT).returncode
+    with (folder / "agent.log").open("w") as log:
+        playing = subprocess.Popen([*gspo, *agent], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     try:
         return subprocess.run([*gspo, "run", path], check=False, cwd=ROOT).returncode
     finally:
@@ -286,13 +284,25 @@ def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None, agen
         playing.wait(30)
 
 
-def demo(example: Path, meaning: str, agent: Path | None = None) -> None:
+def play_outside(config: dict[str, Any]) -> list[str]:
+    """Let workers of the user play the rollouts; the words of `gspo agent` that are one."""
+    agent = config["agent"]
+    path, workers = agent.pop("path"), agent.pop("workers")
+    agent.pop("memory_mb")
+    agent["external"] = True
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        config["services"] = {"gateway_port": free.getsockname()[1]}
+    url = f"http://127.0.0.1:{config['services']['gateway_port']}"
+    return ["agent", path, "--url", url, "--rollouts", str(workers)]
+
+
+def demo(example: Path, meaning: str, file: str = "config.yaml") -> None:
     """The command of an example: its cold start, then `gspo run` on it. Ends the process with that run's exit code.
 
     Args:
         example: Its folder, with cold_start.py and config.yaml.
         meaning: What --help says it does.
-        agent: File of the agent that plays its rollouts, as agent.yaml says.
+        file: Its configuration.
     """
 
     def main(
@@ -304,12 +314,13 @@ def demo(example: Path, meaning: str, agent: Path | None = None) -> None:
         runs: Annotated[Path, typer.Option(help="Folder for the run directory")] = ROOT / "runs",
         cache: Annotated[Path, typer.Option(help="Folder for cold starts")] = ROOT / ".cache" / example.name,
         cold_start_steps: Steps = None,
+        external: Annotated[bool, typer.Option(help="Play an agent by `gspo agent`, beside the run")] = False,
     ) -> None:
         folder = (cache / "-".join([f"seed-{seed}", *(word.lstrip("-") for word in context.args)])).resolve()
         options = ["--seed", str(seed), *context.args]
         options += ["--steps", str(cold_start_steps)] if cold_start_steps else []
         done = subprocess.run([sys.executable, example / "cold_start.py", folder, *options], check=False)
-        raise typer.Exit(done.returncode or run(example, folder, runs.resolve(), seed, steps, agent))
+        raise typer.Exit(done.returncode or run(example, folder, runs.resolve(), seed, steps, file, external))
 
     main.__doc__ = f"{meaning} Further options, such as --experts 16, are those of cold_start.py."
     app = typer.Typer(add_completion=False)

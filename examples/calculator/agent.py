@@ -1,7 +1,7 @@
 """An agent as anybody would write it, with the package `openai` alone: it multiplies with a tool.
 
-`gspo agent examples/calculator/agent.py --url ...` plays the rollouts of a run with it. Nothing in the loop is gspo's:
-`task` has the address and the key of its calls.
+`agent.path` in a configuration names it, and `gspo run` plays the rollouts with it; so does `gspo agent` from any
+machine. Nothing in the loop is gspo's: `task` has the address and the key of its calls.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""The calculator example with an agent: `gspo run` in one process, `gspo agent` with agent.py in another.
+"""The calculator example with an agent: `gspo run` plays the rollouts with agent.py, which knows nothing of gspo.
 
-Not part of the package: it does what a user would do in two terminals.
+Not part of the package: it does what a user would do in a terminal, or in two with --external.
 """
 
 import sys
@@ -12,4 +12,4 @@ sys.path.insert(0, str(HERE.parent))
 if __name__ == "__main__":
     from conversations import demo
 
-    demo(HERE, "Train a small model through an agent that calls it by OpenAI's API.", HERE / "agent.py")
+    demo(HERE, "Train a small model through an agent that calls it by OpenAI's API.", "agent.yaml")

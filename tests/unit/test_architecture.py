@@ -17,9 +17,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "services"
-SERVICES = ("coordinator", "gateway", "generation", "learner", "reward", "tracking")
-# What every package may import; of these, runlog and agents import none of ours.
-SHARED = ("agents", "common", "runlog")
+SERVICES = ("agents", "coordinator", "gateway", "generation", "learner", "reward", "tracking")
+# What every package may import; runlog imports none of ours.
+SHARED = ("common", "runlog")
+# Programs for any machine, which import none of ours either; the command line has one of them.
+ANYWHERE = ("gspo.agents.player", "gspo.agents.worker")
+# Agents of a run have the launcher of the reward service's sandboxes, with a profile of their own.
+LAUNCHER = "gspo.reward.sandbox"
 # The one file that may import DeepSpeed.
 DEEPSPEED_FILE = "services/gspo/learner/training/policy_engine.py"
 # A program that the reward service starts where a reward model is asked for; nothing imports it.
@@ -75,6 +79,10 @@ def _is_http_api(path: str) -> bool:
     return path.endswith(("/http_api.py", "/chat_api.py", "/task_api.py")) or "/http_api/" in path
 
 
+def _module(path: str) -> str:
+    return path.removeprefix("services/").removesuffix(".py").replace("/", ".")
+
+
 def _top(name: str) -> str:
     return name.split(".")[0]
 
@@ -85,8 +93,12 @@ def _foreign_services(path: str, imported: set[str]) -> Iterator[str]:
         other = name.split(".")[1] if name.startswith("gspo.") else ""
         if path.startswith("gspo_core/") and _top(name) not in {"torch", "gspo_core", *sys.stdlib_module_names}:
             yield f"gspo_core imports {name}: torch and the standard library only"
-        elif service in ("agents", "runlog") and other and other != service:
-            yield f"gspo.{service} imports {name}: libraries for others, of the standard library and pyarrow or httpx"
+        elif (service == "runlog" and other and other != service) or (
+            _module(path).startswith(ANYWHERE) and name.startswith("gspo") and not name.startswith(ANYWHERE)
+        ):
+            yield f"{_module(path)} imports {name}: libraries for others, of the standard library and pyarrow or httpx"
+        elif (service == "agents" and name.startswith(LAUNCHER)) or (service == "cli" and name.startswith(ANYWHERE)):
+            continue
         elif service and other and other not in (service, *SHARED):
             yield f"gspo.{service} imports {name}: another service"
         elif _top(name) in ("tests", "examples", "benchmarks"):

@@ -1,4 +1,4 @@
-"""The calculator's agent as a user starts it: `gspo run`, and `gspo agent` beside it with a program of `openai` alone.
+"""The calculator's agent as a user starts it: by `gspo run` alone, or by `gspo agent` beside it. It has `openai` alone.
 
 Not here: learning, for which a policy of so few lessons is too poor; branches and lost workers
 (tests/integration/generation/test_agents.py).
@@ -15,14 +15,32 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.common.config.loading import read_config
-from tests.support.gspo_run import EXAMPLES, example_run
+from tests.support.gspo_run import EXAMPLES, WholeRun, example_run
+from tests.support.service_process import log_events
 
 pytestmark = pytest.mark.timeout(600)
 STEPS, ROLLOUTS = 2, 16 * 8
 
 
-def test_an_agent_trains_the_policy_that_it_calls(tmp_path: Path) -> None:
-    run = example_run(EXAMPLES / "calculator", tmp_path, 80, "--steps", str(STEPS), program="agent_demo.py")
+def trained(tmp_path: Path, *options: str) -> WholeRun:
+    return example_run(EXAMPLES / "calculator", tmp_path, 80, "--steps", str(STEPS), *options, program="agent_demo.py")
+
+
+def test_the_runs_own_agent_trains_the_policy_that_it_calls(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    _check_rows(run)
+    log = log_events(run.run_dir / "services" / "agents-0.log")
+    assert {line["event"] for line in log} >= {"sandbox", "run_finished", "service_ended"}
+    assert not [line for line in log if line["level"] in ("warning", "error")]
+
+
+def test_an_external_agent_trains_the_policy_that_it_calls(tmp_path: Path) -> None:
+    _check_rows(trained(tmp_path, "--external"))
+    assert "the run has ended" in next((tmp_path / "cache").rglob("agent.log")).read_text()
+
+
+def _check_rows(run: WholeRun) -> None:
+    """Rewards, turns and log-probs of the first step are those of its texts and of the model that it started from."""
     rows = run.rows(1)
     assert len(rows) == ROLLOUTS
     assert {row["failure"] for row in rows} == {None}
@@ -46,5 +64,3 @@ def test_an_agent_trains_the_policy_that_it_calls(tmp_path: Path) -> None:
         mask_T, version_T = np.array(row["mask"]), np.array(row["version"])
         assert (version_T[mask_T] == 0).all()
         assert np.abs(logp_T - np.array(row["logp"]))[mask_T].max() < 1e-3
-    log = (tmp_path / "cache").rglob("agent.log")
-    assert "the run has ended" in next(log).read_text()

@@ -16,7 +16,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.network.credentials import check_credentials
 from gspo.common.service.module_command import module_command
-from gspo.common.streams.keys import COORDINATOR, GATEWAY, GENERATION, LEARNER, REWARD, SERVICES
+from gspo.common.streams.keys import AGENTS, COORDINATOR, GATEWAY, GENERATION, LEARNER, REWARD, SERVICES
 
 # The process that gets a configured port -> the key.
 _PORTS = {"coordinator-0": "coordinator_port", "reward-0": "reward_port", "gateway-0": "gateway_port"}
@@ -55,8 +55,9 @@ class Job:
 
 
 def services_of(config: Config) -> tuple[str, ...]:
-    """The services of a run that trains; the gateway only where it has replicas."""
-    return (*SERVICES, GATEWAY) if config.gateway.replicas else SERVICES
+    """The services of a run that trains; gateway and agents only where the configuration has them."""
+    gateway = (GATEWAY,) if config.gateway.replicas else ()
+    return (*SERVICES, *gateway, *((AGENTS,) if config.agent.is_started else ()))
 
 
 def process_names(config: Config, services: Iterable[str]) -> list[str]:

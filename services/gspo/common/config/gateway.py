@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+import re
+from typing import Annotated
 
-from gspo.common.config.fields import ON_RESUME, Section
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from gspo.common.config.fields import ON_RESUME, FilePath, Section
+from gspo.common.errors import NO_VALUE, ConfigError
 
 AGENT_PART = "agent"
+_HOST, _ADDRESS = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*"), re.compile(r"[0-9.]+")
+_HIGHEST_PORT = 65535
+# The kinds of agents: who runs it, and how.
+_KINDS = ("external", "path", "command")
+
+
+def _host_and_port(address: str) -> str:
+    """Check an address that a sandboxed agent may reach: there the host's name stands for a relay to it."""
+    host, _, port = address.rpartition(":")
+    if not _HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) <= _HIGHEST_PORT:
+        raise ConfigError("", address, "is not HOST:PORT", "Write the name of a host and a port: example.org:443")
+    if _ADDRESS.fullmatch(host) and not host.startswith("127."):
+        fix = "Write the host's name; /etc/hosts of this machine can give it one"
+        raise ConfigError("", address, "has an address in place of a name, and agents are relayed by names", fix)
+    return address
+
+
+HostAndPort = Annotated[str, AfterValidator(_host_and_port)]
 
 
 class GatewayConfig(Section):
@@ -41,6 +63,27 @@ class AgentConfig(Section):
     external: bool = Field(
         False, description="Offer each rollout at the gateway's /v1/tasks/lease, for workers that you start"
     )
+    path: FilePath | None = Field(
+        None, description="Python file with `async def play(task)`, which `gspo run` plays the rollouts with, sandboxed"
+    )
+    entry: str = Field("play", min_length=1, description="Name of the function in agent.path")
+    command: tuple[str, ...] = Field(
+        (), description="A program of any language and its arguments, run for each rollout, sandboxed, instead of path"
+    )
+    reads: tuple[FilePath, ...] = Field(
+        (), description="Further files and folders that the sandboxed agent may read; links to them are in its folder"
+    )
+    hosts: tuple[HostAndPort, ...] = Field(
+        (), description="Addresses that the sandboxed agent may reach beside the gateway, such as example.org:443"
+    )
+    workers: PositiveInt = Field(
+        8, description="Sandboxes of the agent, each of which plays one rollout at a time", json_schema_extra=ON_RESUME
+    )
+    memory_mb: PositiveInt = Field(
+        2048,
+        description="Memory of a sandbox with all its processes, in MiB; files in its folders are not counted",
+        json_schema_extra=ON_RESUME,
+    )
     weight: float | None = Field(
         1.0, description="Factor of the reward that the agent returns; null: reward.functions alone score the rollouts"
     )
@@ -65,10 +108,35 @@ class AgentConfig(Section):
     @property
     def used(self) -> bool:
         """Whether agents play the rollouts."""
-        return self.external
+        return self.external or self.is_started
+
+    @property
+    def is_started(self) -> bool:
+        """Whether `gspo run` starts the agent, in sandboxes."""
+        return self.path is not None or bool(self.command)
 
     @model_validator(mode="after")
     def _is_used(self) -> AgentConfig:
         if not self.used:
-            self.check_defaults("belongs to an agent, and there is none", "Set agent.external: true")
+            self.check_defaults(
+                "belongs to an agent, and there is none", "Set agent.path, agent.command, or agent.external: true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> AgentConfig:
+        kinds = [key for key in _KINDS if getattr(self, key)]
+        if len(kinds) > 1:
+            raise ConfigError(kinds[1], NO_VALUE, f"stands beside {kinds[0]}, and it is one of them", "Leave one out")
+        defaults = {key: field.default for key, field in type(self).model_fields.items()}
+        if self.path is None and self.entry != defaults["entry"]:
+            raise self.wrong("entry", "is the name of a function in agent.path, and there is none", "Leave it out")
+        if self.external:
+            for key in ("reads", "hosts", "workers", "memory_mb"):
+                if getattr(self, key) != defaults[key]:
+                    raise self.wrong(
+                        key,
+                        "is of the sandboxes of agents that `gspo run` starts, and with agent.external you start them",
+                        "Leave it out, or set agent.path or agent.command instead of external",
+                    )
         return self

@@ -225,7 +225,7 @@ class Config(Section):
                 raise self.wrong(
                     f"algorithm.{key}",
                     "is for rollouts of several branches, and without an agent every rollout is one",
-                    "Leave it out, or set agent.external: true",
+                    "Leave it out, or set agent.path, agent.command or agent.external",
                 )
         return self
 

@@ -65,8 +65,8 @@ class Keys:
 
 # Consumer group of each stream: the service that reads it.
 GENERATION, REWARD, LEARNER, COORDINATOR = "generation", "reward", "learner", "coordinator"
-# It reads no stream.
-GATEWAY = "gateway"
+# They read no stream.
+GATEWAY, AGENTS = "gateway", "agents"
 # In the order of the data flow, which is also the order on the terminal.
 SERVICES = (COORDINATOR, GENERATION, REWARD, LEARNER)
 

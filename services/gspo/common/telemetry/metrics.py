@@ -40,12 +40,13 @@ class ServiceMetrics:
         return Histogram(name, meaning, labels, buckets=buckets, registry=self.registry)
 
 
-_shared, _coordinator, _generation, _gateway, _reward, _learner = (ServiceMetrics() for _ in range(6))
+_shared, _coordinator, _generation, _gateway, _agents, _reward, _learner = (ServiceMetrics() for _ in range(7))
 SHARED = _shared.registry
 BY_SERVICE = {
     "coordinator": _coordinator.registry,
     "generation": _generation.registry,
     "gateway": _gateway.registry,
+    "agents": _agents.registry,
     "reward": _reward.registry,
     "learner": _learner.registry,
 }
@@ -135,8 +136,14 @@ AGENT_BRANCHES = _gateway.counter(
     "gspo_agent_branches", "Requests of agents that begin a branch, since they continue no turn as it was"
 )
 AGENT_ROLLOUTS = _gateway.counter("gspo_agent_rollouts", "Rollouts that agents played, by how they ended", ["end"])
-AGENT_LEASES_LOST = _gateway.counter("gspo_agent_leases_lost", "Rollouts whose agent was silent for too long")
+AGENT_LEASES_LOST = _gateway.counter("gspo_agent_leases_lost", "Rollouts whose agent was lost, or silent for too long")
 AGENT_ROLLOUTS_OPEN = _gateway.gauge("gspo_agent_rollouts_open", "Rollouts that wait for an agent or are played")
+
+# Agents
+AGENT_SANDBOXES_PLAYING = _agents.gauge("gspo_agent_sandboxes_playing", "Sandboxes of agents that play a rollout")
+AGENT_SANDBOXES_LOST = _agents.counter(
+    "gspo_agent_sandboxes_lost", "Rollouts lost as the process that played them died"
+)
 
 # Reward
 REWARD_CALLS = _reward.counter("gspo_reward_calls", "Calls of a reward function, by result", ["function", "result"])

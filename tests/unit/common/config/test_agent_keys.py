@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gspo.cli.processes.programs import process_names, services_of
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
@@ -66,3 +67,55 @@ def test_conversations_of_agents_have_turns() -> None:
     by_turn = {"algorithm": {"loss_agg_mode": "seq-mean-turn-mean"}}
     assert parsed({"external": True}, **by_turn).agent.used
     assert refused({}, reward=REWARD, **by_turn).where == "algorithm.loss_agg_mode"
+
+
+def test_an_agent_is_of_one_kind() -> None:
+    config = parsed({"path": "agent.py", "entry": "go", "reads": ["a.txt"], "workers": 3, "memory_mb": 64}).agent
+    assert (config.used, config.is_started, config.path) == (True, True, Path("/base/agent.py"))
+    assert config.reads == (Path("/base/a.txt"),)
+    assert parsed({"command": ["node", "agent.mjs"]}).agent.is_started
+    assert not parsed({"external": True}).agent.is_started
+    assert refused({"external": True, "path": "agent.py"}).where == "agent.path"
+    assert refused({"path": "agent.py", "command": ["sh"]}).where == "agent.command"
+    assert refused({"workers": 3}, reward=REWARD).fix == "Set agent.path, agent.command, or agent.external: true"
+
+
+@pytest.mark.parametrize(
+    ("agent", "where"),
+    [
+        ({"command": ["sh"], "entry": "go"}, "agent.entry"),
+        ({"external": True, "reads": ["a.txt"]}, "agent.reads"),
+        ({"external": True, "hosts": ["example.org:443"]}, "agent.hosts"),
+        ({"external": True, "workers": 2}, "agent.workers"),
+        ({"external": True, "memory_mb": 64}, "agent.memory_mb"),
+    ],
+)
+def test_a_key_of_another_kind_of_agent_is_refused(agent: dict[str, Any], where: str) -> None:
+    assert refused(agent).where == where
+
+
+@pytest.mark.parametrize("host", ["example.org:443", "localhost:80", "127.0.0.1:8000", "search-1:65535"])
+def test_hosts_are_named_with_their_ports(host: str) -> None:
+    assert parsed({"path": "agent.py", "hosts": [host]}).agent.hosts == (host,)
+
+
+@pytest.mark.parametrize(
+    ("host", "rule"),
+    [
+        ("example.org", "is not HOST:PORT"),
+        ("example.org:0", "is not HOST:PORT"),
+        ("example.org:65536", "is not HOST:PORT"),
+        ("https://example.org:443", "is not HOST:PORT"),
+        ("[::1]:80", "is not HOST:PORT"),
+        ("10.0.0.1:80", "has an address in place of a name"),
+    ],
+)
+def test_other_hosts_are_refused(host: str, rule: str) -> None:
+    error = refused({"path": "agent.py", "hosts": ["localhost:1", host]})
+    assert error.where == "agent.hosts.1"
+    assert rule in error.rule
+
+
+def test_the_run_starts_the_service_of_its_agents() -> None:
+    assert process_names(config := parsed({"path": "agent.py"}), services_of(config))[-2:] == ["gateway-0", "agents-0"]
+    assert "agents" not in services_of(parsed({"external": True}))

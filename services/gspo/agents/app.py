@@ -1,0 +1,76 @@
+"""The service of a run's own agents: leases rollouts at the gateway, and plays each in a sandbox.
+
+waits for: rollouts at the gateway, the agents. It ends with the run, and every process of an agent with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import structlog
+
+from gspo.agents.agent_pool import AgentPool, find_agent_level
+from gspo.agents.relay import Relay, dial_gateway
+from gspo.agents.worker import AgentWorker
+from gspo.common.service.app import App, Service, run_app
+from gspo.common.telemetry import metrics
+
+log = structlog.get_logger()
+_SHOW_EVERY_S = 1.0
+
+
+async def run_agents(service: Service) -> None:
+    """Play rollouts until the run ends or a signal comes."""
+    await run_app(service, startup, ends_with_run=True)
+
+
+@asynccontextmanager
+async def startup(service: Service) -> AsyncIterator[App]:
+    """Find the level of confinement, and start the sandboxes."""
+    config = service.config
+    level = await find_agent_level(config.reward.sandbox_minimum)
+    service.facts["sandbox"] = str(level)
+    log.info("sandbox", confinement=level.name, parts=level.parts, lacks=level.lacks)
+    gateway, listening = dial_gateway(service), socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    async with Relay(listening, "gateway", gateway), AgentPool(config.agent, level, gateway, url) as pool:
+        service.activity.set("busy", "starting the agents")
+        await pool.start_all()
+        worker = AgentWorker(pool.play, url, service.options.token, config.agent.workers, name=service.options.name)
+
+        async def main() -> None:
+            await _play_until_stopping(service, worker)
+
+        async def show() -> None:
+            await _show(service, pool)
+
+        yield App(main, background={"memory": pool.watch_memory, "activity": show})
+
+
+async def _play_until_stopping(service: Service, worker: AgentWorker) -> None:
+    """Rollouts that are played at the end go to other workers when their leases end."""
+    playing, stopping = asyncio.create_task(worker.run()), asyncio.create_task(service.stopping.wait())
+    try:
+        await asyncio.wait({playing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if playing.done():
+            playing.result()  # the gateway is away, or says that the run has ended
+            await stopping
+    finally:
+        for task in (playing, stopping):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await playing
+
+
+async def _show(service: Service, pool: AgentPool) -> None:
+    while True:
+        number = pool.num_playing
+        metrics.AGENT_SANDBOXES_PLAYING.set(number)
+        if number:
+            service.activity.set("busy", "playing", f"{number} rollouts")
+        else:
+            service.activity.set("waiting", "rollouts", "none is open")
+        await asyncio.sleep(_SHOW_EVERY_S)
