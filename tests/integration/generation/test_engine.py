@@ -20,7 +20,7 @@ from gspo.common.weights import pack_changes, policy_digest
 from gspo.generation.engine.api import Completion, EngineSampling, LoadFailedError, OnUpdate
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
-from tests.integration.generation.conftest import SharedEngine
+from tests.integration.generation.conftest import SharedEngine, running_engine
 from tests.support.tiny_model import make_tiny_model
 from tests.support.weights import stage
 
@@ -85,6 +85,14 @@ async def test_logp_of_the_unchanged_policy_is_transformers(generator: SharedEng
     assert delta.std() < 1e-5
     assert np.abs(delta).max() < 1e-4
     assert all(set(c.version) == {generator.engine.version} for c in completions)
+
+
+async def test_an_engine_in_bfloat16_answers_by_the_units_that_the_cpu_has_for_it(tmp_path: Path) -> None:
+    """On a CPU with AMX vLLM's attention uses it, which Linux lets no process do without a request."""
+    async with running_engine(tmp_path, dtype="bfloat16") as half:
+        completions = await answers(half.engine, sampling(40))
+        delta = difference(Reference.load(half.folder), PROMPTS, completions)
+    assert 1e-4 < delta.std() < 0.2
 
 
 async def test_the_sampled_end_of_sequence_is_a_token_with_its_logp(generator: SharedEngine) -> None:

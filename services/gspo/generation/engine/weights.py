@@ -84,7 +84,12 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
     def __init__(self, *arguments: Any) -> None:
         """vLLM calls it when the model is there, before the first request."""
         super().__init__(*arguments)
-        if self.vllm_config.speculative_config is not None and current_platform.is_cpu():
+        if not current_platform.is_cpu():
+            return
+        # vLLM's attention in bfloat16 uses AMX if the CPU has it. Linux gives that to a process at its request alone,
+        # which vLLM does not make: the first token would end the process by an illegal instruction.
+        torch.cpu._init_amx()
+        if self.vllm_config.speculative_config is not None:
             from gspo.generation.engine.draft_kernels import repair_kernels  # here: it loads vLLM's sampler
 
             repair_kernels()
