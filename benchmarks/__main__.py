@@ -32,6 +32,7 @@ from benchmarks.moe.stability import moe
 from benchmarks.pipeline.rollout_rate import PIPELINE
 from benchmarks.push.weight_update import PUSH
 from benchmarks.reward.sandbox_cost import REWARD
+from benchmarks.system.curriculum_share import CURRICULUM
 from benchmarks.system.distillation import DISTILLATION
 from benchmarks.system.lag import LEARNING
 from benchmarks.system.startup import START
@@ -41,7 +42,7 @@ from gspo.cli.processes.exit_codes import RunError
 
 SECTIONS = (
     *(ENGINE, DRAFTS, LEARNER, LOGPROBS, START, SYSTEM),
-    *(TAIL, PIPELINE, REWARD, LEARNING, DISTILLATION, PUSH),
+    *(TAIL, PIPELINE, REWARD, LEARNING, DISTILLATION, CURRICULUM, PUSH),
 )
 _NAMES = ", ".join(section.name for section in SECTIONS)
 _BUSY_SHARE = 0.1

@@ -20,6 +20,7 @@ from benchmarks.learner.logprobs import LOGPROBS
 from benchmarks.pipeline.rollout_rate import PIPELINE, quarters
 from benchmarks.push.weight_update import PUSH
 from benchmarks.reward.sandbox_cost import REWARD
+from benchmarks.system.curriculum_share import CURRICULUM
 from benchmarks.system.lag import LEARNING
 from benchmarks.system.startup import START
 from benchmarks.system.step_rate import SYSTEM, floors
@@ -119,6 +120,19 @@ def test_accuracies_are_compared_at_equal_steps_and_at_equal_times() -> None:
     assert header[2:6] == ["step 10", "step 20", "10 s", "20 s"]
     assert rows[0][1:] == ["0.200", "0.400", "0.800", "0.400", "0.800", "20", "0.020", "20%"]
     assert rows[1][1:] == ["0.200", "0.400", "0.800", "0.300", "0.400", "40", "0.020", "20%"]
+
+
+def test_a_curriculum_is_compared_at_equal_tokens() -> None:
+    def case(curriculum: str, tokens: float, spread: list[float]) -> dict[str, Any]:
+        points = ((0, 0.0, 0.2), (4, tokens, 0.6))
+        curve = [{"step": step, "tokens": t, "accuracy": accuracy, "stderr": 0.02} for step, t, accuracy in points]
+        tokens_by_step = [tokens * step / 4 for step in range(5)]
+        return {"curriculum": curriculum, "num_steps": 4, "tokens": tokens_by_step, "spread": spread, "curve": curve}
+
+    cases = [case("none", 4000.0, [0.25] * 4), case("spread", 2000.0, [0.25, 0.5, 0.75, 1.0])]
+    ((_, without, with_it),) = tables(CURRICULUM, {"curriculum": cases})
+    assert without == ["none", "25%", "25%", "25%", "25%", "0.200", "0.250", "0.300", "0.350", "0.400", "0.020"]
+    assert with_it == ["spread", "25%", "50%", "75%", "100%", "0.200", "0.300", "0.400", "0.500", "0.600", "0.020"]
 
 
 def test_processor_times_of_a_start_are_added() -> None:
