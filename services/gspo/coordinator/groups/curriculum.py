@@ -46,7 +46,7 @@ class SourceVisits:
     def __init__(self, order: PromptOrder, num_prompts: int, *, seed: int, revisit_passes: int) -> None:
         self._order, self._num_prompts, self._revisit_passes = order, num_prompts, revisit_passes
         shuffled_N = np.random.default_rng((seed, 0, _OWNED)).permutation(num_prompts)
-        self._owned_N = (shuffled_N % revisit_passes).tolist()
+        self._owned_N = array("H", (shuffled_N % revisit_passes).astype(np.uint16).tobytes())
         self._is_equal_N = bytearray(num_prompts)
         self.num_equal = 0
         self.walked = 0
