@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.reward.check import check
-from tests.support.environments.game_server import EnvironmentServer, environment_server
+from tests.support.environments.game_server import GUESS, EnvironmentServer, environment_server
 from tests.support.service_process import make_run
 
 pytestmark = pytest.mark.timeout(60)
@@ -84,3 +85,13 @@ def test_a_full_server_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture
         check(run_on(server, tmp_path))
         assert "every place is taken, so the server was not tried" in capfd.readouterr().err
         assert server.count() == 1
+
+
+def test_the_server_of_the_page_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = (GUESS.parents[1] / "docs/conversations.md").read_text()
+    (source,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "FastAPI()" in block]
+    (tmp_path / "server.py").write_text(source)
+    with environment_server(folder=tmp_path) as server:
+        check(run_on(server, tmp_path))
+        assert capfd.readouterr().err == ""
+        assert (server.count(), server.count("requests")) == (0, 6)

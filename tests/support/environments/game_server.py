@@ -102,11 +102,12 @@ class EnvironmentServer:
     url: str
     port: int
     settings: dict[str, str]
+    folder: Path = GUESS
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        paths = os.pathsep.join([str(GUESS), str(GUESS.parents[1])])
+        paths = os.pathsep.join(map(str, [self.folder, GUESS, GUESS.parents[1]]))
         command = [
             sys.executable,
             "-m",
@@ -143,18 +144,26 @@ class EnvironmentServer:
         """Set its faults; without arguments it has none."""
         httpx.post(f"{self.url}/faults", params=faults)
 
+    def end_silent_sessions(self) -> None:
+        """Ask for a session that is not there: the server then looks for those beyond their time to live."""
+        httpx.get(f"{self.url}/state", params={"episode_id": "none"})
+
     def count(self, what: str = "sessions") -> int:
         """Sessions that it has, or requests that it has had."""
         return int(httpx.get(f"{self.url}/count").json()[what])
 
 
 @contextmanager
-def environment_server(places: int = 1000, ttl_s: float = 60.0) -> Iterator[EnvironmentServer]:
-    """A running server, which ends with the block."""
+def environment_server(places: int = 1000, ttl_s: float = 60.0, folder: Path = GUESS) -> Iterator[EnvironmentServer]:
+    """A running server, which ends with the block.
+
+    Args:
+        folder: Of server.py.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = EnvironmentServer(f"http://127.0.0.1:{port}", port, {"PLACES": str(places), "TTL_S": str(ttl_s)})
+    server = EnvironmentServer(f"http://127.0.0.1:{port}", port, {"PLACES": str(places), "TTL_S": str(ttl_s)}, folder)
     server.start()
     try:
         yield server
