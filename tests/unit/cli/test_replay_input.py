@@ -24,8 +24,6 @@ from gspo.common.config.reference import explain
 from gspo.common.errors import InputError
 from gspo.runlog.run_log import StepRecord, VersionRecord
 
-MODEL = "/nowhere/model"
-
 
 def make_run_dir(
     folder: Path, *, steps: range = range(1, 13), checkpoints: tuple[int, ...] = (8,), **sections: Any
@@ -33,7 +31,7 @@ def make_run_dir(
     """A run directory with a log of empty step files: a plan opens none."""
     keys: dict[str, Any] = {
         "name": "run",
-        "model": {"path": MODEL},
+        "model": {"path": str(folder / "model")},
         "data": {"prompts": "prompts.jsonl"},
         "reward": {"functions": [{"path": "reward.py"}]},
         "run": {"total_steps": 12, "directory": str(folder)},
@@ -43,6 +41,7 @@ def make_run_dir(
         keys[name] = {**keys.get(name, {}), **section}
     config, path = parse_config(keys, folder), folder / "run"
     (path / "log").mkdir(parents=True)
+    (folder / "model").mkdir()
     write_config(config, path / CONFIG_NAME)
     (path / ENVIRONMENT_NAME).write_text(json.dumps(environment(config)))
     for step in steps:
@@ -78,7 +77,7 @@ def test_it_starts_at_the_nearest_checkpoint_and_says_the_cost_as_recorded(
     assert (plan.start, plan.first, plan.last, plan.num_steps) == (start, first, last, last - start)
     # Without the wait for rollouts.
     assert plan.seconds == pytest.approx(32.0 * (last - start))
-    begin = f"the checkpoint of step {start}" if start else f"the model ({MODEL})"
+    begin = f"the checkpoint of step {start}" if start else f"the model ({tmp_path / 'model'})"
     assert f"to make, {start + 1} to {last}, from {begin}." in plan.describe()[0]
     assert "32 s a step" in plan.describe()[1]
     assert plan.is_exact and plan.describe()[2] == "Every digest and every figure must be the recorded one."
@@ -282,11 +281,21 @@ def test_settings_of_one_replay_leave_the_recorded_keys_as_they_are(tmp_path: Pa
     assert changed.config.learner.adam_betas == (0.8, 0.9) and changed.trains_otherwise
 
 
+def test_a_model_that_has_moved_is_named_with_the_key_that_finds_it(tmp_path: Path) -> None:
+    path = make_run_dir(tmp_path)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.raises(InputError, match=r"is not a folder here\. Put it back, or add --with model\.path=FOLDER"):
+        planned(path, "9..12")
+    plan = planned(path, "9..12", f"model.path={tmp_path / 'moved'}")
+    assert plan.is_exact, "the digest of the start says whether it is the same model"
+
+
 def test_the_reason_of_a_process_that_cannot_start_is_the_error(tmp_path: Path) -> None:
     plan = planned(make_run_dir(tmp_path), "9..12")
     out = tmp_path / "out"
     fill(plan, out)
     spoken: list[str] = []
+    (tmp_path / "model").rmdir()
     with pytest.raises(RunError, match=r"model\.path") as refused:
         ReplayProcess(out, ["config.yaml", "--last", "12"], 5.0, spoken.append).run(lambda: False)
     assert refused.value.exit_code == 2

@@ -127,6 +127,7 @@ def make_plan(run_dir: Path, steps: str | None, settings: Sequence[str]) -> Repl
     first, last = _range(steps, logged, starts)
     records = {record.step: record for record in log.steps()}
     plan_start = starts[first]
+    _check_model(changed.config)
     _check_ranks(changed.config)
     _check_shapes(changed, plan_start)
     seconds = [_seconds(records[step]) for step in range(plan_start + 1, last + 1) if step in records]
@@ -216,6 +217,14 @@ def _unbroken(steps: Sequence[int]) -> list[list[int]]:
 
 def _ranges(steps: Sequence[int]) -> str:
     return ", ".join(f"{part[0]}..{part[-1]}" if len(part) > 1 else str(part[0]) for part in _unbroken(steps))
+
+
+def _check_model(config: Config) -> None:
+    """Refuse a folder that has moved since; another one's weights would show in the digest of the start."""
+    path = Path(config.model.path)
+    if path.is_absolute() and not path.is_dir():
+        rule = f"{path}, the model that the run started from, is not a folder here"
+        raise InputError("model.path", rule, f"Put it back, or add {OPTION} model.path=FOLDER")
 
 
 def _check_ranks(config: Config) -> None:

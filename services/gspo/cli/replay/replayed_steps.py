@@ -77,6 +77,8 @@ def replay(request: ReplayRequest, console: Console, progress: Console) -> int:
         try:
             steps.make()
         except RunError as failure:
+            if not steps.values:
+                raise
             error = failure
         result = result_of(plan, path, steps.values)
         if plan.changed.trains_otherwise and any(value.difference is not None for value in steps.values):
