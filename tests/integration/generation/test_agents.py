@@ -416,12 +416,14 @@ async def test_a_template_that_hides_thoughts_begins_a_branch(
     tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", f"({hides})")
     tokenizer.save_pretrained(folder)
     async with started_run(generator, redis_url, tmp_path / "run", model=folder) as run:
-        await run.issue()
-        worker = await run.lease()
-        first = await worker.chat(FIRST, max_tokens=12)
-        await worker.chat(FIRST, first, {"role": "user", "content": "So?"}, max_tokens=4)
-        await worker.finish()
-        rollout = await run.rollout()
+        first = {"content": ""}
+        while len(first["content"]) < 8:  # one answer in fifty ends at once, and then there is nothing to hide
+            await run.issue()
+            worker = await run.lease()
+            first = await worker.chat(FIRST, max_tokens=12)
+            await worker.chat(FIRST, first, {"role": "user", "content": "So?"}, max_tokens=4)
+            await worker.finish()
+            rollout = await run.rollout()
     assert len(rollout.branch_starts) == 1
     assert first["content"] not in TOKENIZER.decode(branches(rollout)[1][0], skip_special_tokens=True)
     assert_log_probs(rollout, {generator.engine.version: generator.folder})

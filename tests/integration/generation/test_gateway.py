@@ -88,6 +88,9 @@ async def test_a_stop_string_ends_the_answer_and_the_request(gateway: Gateway) -
 async def test_an_answer_continues_under_new_weights(gateway: Gateway, tmp_path: Path) -> None:
     shared, sampling = gateway.shared, {**GREEDY, "temperature": 1.0, "max_tokens": 200}
     before = shared.engine.version
+    # Made before the answers, which go on meanwhile.
+    folder = make_tiny_model(tmp_path / "new", seed=20 + before, scale=4.0)
+    stage(shared.copies, folder)
     asking = [
         asyncio.create_task(
             gateway.openai.chat.completions.with_raw_response.create(messages=MESSAGES, seed=number + 1, **sampling)
@@ -97,8 +100,6 @@ async def test_an_answer_continues_under_new_weights(gateway: Gateway, tmp_path:
     async with asyncio.timeout(60):
         while shared.engine.num_running < len(asking) // 2:  # some may end early
             await asyncio.sleep(0.01)
-    folder = make_tiny_model(tmp_path / "new", seed=20 + before, scale=4.0)
-    stage(shared.copies, folder)
     await shared.engine.load(before + 1, shared.copies, on_update="recompute", timeout_s=60)
     shared.folders.append(folder)
     spans = {(await reply).headers["x-gspo-version"] for reply in asking}
