@@ -125,11 +125,13 @@ async def test_a_push_between_drafts(drafting: SharedEngine, tmp_path: Path, on_
     engine, copies, old = drafting.engine, drafting.copies, drafting.engine.version
     before, proposed = Reference.load(drafting.folder), engine.drafts.proposed
     how = EngineSampling(250, 0.7, ignore_eos=True)
-    running = asyncio.create_task(answers(engine, [how]))
-    await engine.generate("first", PROMPTS[0], EngineSampling(40, 0.7, ignore_eos=True))
+    # Made before the answers, which go on meanwhile and must not end before the push.
     drafting.folders.append(make_tiny_model(tmp_path / "new", seed=10 + old, scale=4.0))
     after = Reference.load(drafting.folder)
-    await engine.load(old + 1, stage(copies, drafting.folder), on_update=on_update, timeout_s=60)
+    staged = stage(copies, drafting.folder)
+    running = asyncio.create_task(answers(engine, [how]))
+    await engine.generate("first", PROMPTS[0], EngineSampling(40, 0.7, ignore_eos=True))
+    await engine.load(old + 1, staged, on_update=on_update, timeout_s=60)
 
     deviation = Deviation()
     for prompt, _, completion in await running:
