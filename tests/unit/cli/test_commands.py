@@ -542,11 +542,16 @@ def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, 
     assert config.reward.functions[0].path == tmp_path / "r.py"
 
 
-def test_eval_refuses_a_run_of_agents(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+def test_eval_refuses_external_agents_and_takes_those_that_it_can_start(
+    tmp_path: Path, raw_config: dict[str, Any]
+) -> None:
     keys = {**raw_config, "agent": {"external": True}, "gateway": {"replicas": 1}}
     (base := tmp_path / "base.yaml").write_text(yaml.safe_dump(keys))
-    with pytest.raises(InputError, match="agents that play the rollouts"):
-        eval_config(EvaluationSpec(model="m", prompts=(tmp_path / "e.jsonl",), base=base), tmp_path)
+    spec = EvaluationSpec(model="m", prompts=(tmp_path / "e.jsonl",), base=base)
+    with pytest.raises(InputError, match="agents that you start"):
+        eval_config(spec, tmp_path)
+    base.write_text(yaml.safe_dump({**keys, "agent": {"path": "agent.py"}}))
+    assert eval_config(spec, tmp_path / "eval").agent.path == tmp_path / "agent.py"
 
 
 def test_eval_scores_as_one_of_several_sources(tmp_path: Path, raw_config: dict[str, Any]) -> None:

@@ -28,9 +28,10 @@ from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest
 from gspo.common.model.files import max_positions
+from gspo.common.streams.keys import AGENTS, COORDINATOR, GATEWAY, GENERATION, REWARD
 from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED
 
-_SERVICES = ("coordinator", "generation", "reward")
+_SERVICES = (COORDINATOR, GENERATION, REWARD)
 # Beginnings of the names of figures, in the order of the table; all other names go before the last two.
 _ORDER = (
     *("sampled_mean", "sampled_stderr", "greedy_mean", "greedy_stderr"),
@@ -86,7 +87,8 @@ def evaluate(spec: EvaluationSpec, out: Path | None, *, plain: bool, console: Co
         config = eval_config(spec, Path(folder))
         start = RunStart(config, config.run_dir, resume=False)
         (start.run_dir / SERVICES_DIR).mkdir(parents=True)
-        session = run_services(start, console, plain=plain, services=_SERVICES, coordinator_options=("--evaluate",))
+        services = _services_of(config)
+        session = run_services(start, console, plain=plain, services=services, coordinator_options=("--evaluate",))
         view, is_interrupted = asyncio.run(session)
         if is_interrupted:
             raise InterruptedRunError("stopped; nothing was measured")
@@ -174,11 +176,11 @@ def eval_config(spec: EvaluationSpec, folder: Path) -> Config:
     """
     user = read_user_config(config_file_of(spec.base)) if spec.base else None
     base = user.for_cpus if user else None
-    if base is not None and base.agent.used:
+    if base is not None and base.agent.external:
         raise InputError(
             "--config",
-            f"{spec.base} has agents that play the rollouts, and an evaluation outside of a run starts none",
-            "Read the run's own evaluations (evaluation.prompts), or measure the exported model with your agent",
+            f"{spec.base} has agents that you start (agent.external), and an evaluation waits for none",
+            "Name the agent's file in agent.path, or read the run's own evaluations (evaluation.prompts)",
         )
     config: dict[str, Any] = base.model_dump(mode="json") if base else {}
     for name in user.left_out if user else ():
@@ -217,6 +219,11 @@ def eval_config(spec: EvaluationSpec, folder: Path) -> Config:
     if base is None:
         _fit_lengths(config, spec)
     return user_config(config, base=Path.cwd()).for_device(_SERVICES)
+
+
+def _services_of(config: Config) -> tuple[str, ...]:
+    """The services of an evaluation: those of training that play and score."""
+    return (*_SERVICES, GATEWAY, AGENTS) if config.agent.is_started else _SERVICES
 
 
 def _choose_source(config: dict[str, Any], base: Config, name: str | None) -> None:
