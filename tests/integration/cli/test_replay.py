@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gspo.learner.storage.run_directory import RunDir
 from tests.support.training.recorded_run import contents, record_run
 
 pytestmark = pytest.mark.timeout(300)
@@ -144,6 +145,20 @@ def test_mini_batches_and_advantages_are_made_anew_from_the_logged_rewards(run_d
     assert done.value(3, "outside_clip_movement")["replayed"] == 0 != done.value(3, "outside_clip_movement")["recorded"]
     largest = (rows.reward - rows.groupby("group").reward.transform("mean")).max()
     assert done.value(3, "advantage_max")["replayed"] == pytest.approx(largest)
+
+
+def test_a_run_that_trains_is_replayed_beside_its_learner(run_dir: Path) -> None:
+    with RunDir(run_dir):  # as its learner has it: locked
+        # Step 6 is logged and not yet on record, and a line is being written.
+        log = run_dir / "log"
+        for name in ("policy.jsonl", "metrics.jsonl"):
+            lines = (log / name).read_text().splitlines(keepends=True)
+            (log / name).write_text("".join(lines[:-1]) + lines[-1][:40])
+        before = contents(run_dir)
+        done = replay(run_dir, "--steps", "5..", "--json")
+        assert done.code == 0, done.errors
+        assert (done.json["start"], done.json["last"], done.json["equal"]) == (4, 5, True)
+        assert contents(run_dir) == before
 
 
 def test_a_killed_replay_goes_on_where_its_last_checkpoint_is(run_dir: Path, tmp_path: Path) -> None:
