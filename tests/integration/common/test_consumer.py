@@ -229,6 +229,7 @@ async def test_no_more_is_taken_than_the_capacity_after_the_last_start(
 ) -> None:
     await issue(redis, keys.prompts, 1, 2, 3)
     async with running(subscribe(handler, most=2)):
+        await until(lambda: len(handler.batches) == 2)
         await asyncio.sleep(0.2)
         assert handler.batches == [[1], [2]]
         handler.release.set()

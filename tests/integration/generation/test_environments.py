@@ -134,6 +134,8 @@ async def test_a_step_that_no_replica_answers_fails_with_the_reason(
     assert failure.text == "no reward service answered a step in 0.3 s: none is registered"
     replica = Replica("a")
     replica.refuses = (grpc.StatusCode.UNAVAILABLE, "overloaded")
+    # Enough for a connection and several refusals.
+    monkeypatch.setattr(environment_client, "REACH_TIMEOUT_S", 2.0)
     async with registered(redis, keys, replica):
         failure = (await environments.step(REQUEST, 0.1)).failure
     assert failure.text.endswith("a said UNAVAILABLE: overloaded")

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from gspo.cli.dead_letters import letters
 from gspo.common.streams.events import Events
-from gspo.common.streams.inbox import append
+from gspo.common.streams.inbox import Delivery, append
 from gspo.common.streams.keys import LEARNER, Keys
 from gspo.common.telemetry import metrics
 from gspo.learner import intake as intake_module
@@ -50,12 +50,20 @@ class RunningIntake:
         await self._redis.hset(self._keys.open, mapping={str(group): "{}" for group in range(1, 6)})
         await append(self._redis, self._keys.scored, payloads)
         intake = self._intake()
+        asked, take = asyncio.Event(), intake._inbox.take
+
+        async def noted(most: int, block_s: float) -> list[Delivery]:
+            asked.set()
+            return await take(most, min(block_s, 0.05))
+
+        intake._inbox.take = noted  # type: ignore[method-assign]
         running = asyncio.create_task(intake.run())
-        async with asyncio.timeout(10):
-            # All are delivered once the last one is.
+        async with asyncio.timeout(30):
+            # All are delivered once the last one is, and added once it asks for more.
             while await self._has_undelivered():
                 await asyncio.sleep(0.02)
-        await asyncio.sleep(0.1)
+            asked.clear()
+            await asked.wait()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         pending: Any = await self._redis.xpending(self._keys.scored, LEARNER)

@@ -58,7 +58,8 @@ async def scores_of(folder: Path, source: str, rollouts: list[Rollout] = BATCH, 
 )
 async def test_only_the_guilty_answer_fails(tmp_path: Path, what_bad_does: str, reason: str) -> None:
     source = f"def score(text):\n    if text == 'bad': {what_bad_does}\n    return float(text)\n" + ROWS
-    scores = await scores_of(tmp_path, source, timeout_s=0.5, memory_mb=1024)
+    # The others' time is for hangs: a new worker, or a core that the kernel writes, may take long.
+    scores = await scores_of(tmp_path, source, timeout_s=0.5 if "sleep" in what_bad_does else 10.0, memory_mb=1024)
     assert scores[:2] + scores[3:] == [1.0, 2.0, 4.0]
     assert str(scores[2]).startswith(reason)
 
