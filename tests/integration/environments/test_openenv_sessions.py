@@ -137,6 +137,7 @@ async def test_a_connection_that_is_cut_costs_an_attempt(openenv: OpenEnvGame, c
         ('{"type": "error", "data": {"message": "no", "code": "EXECUTION_ERROR"}}', "exception", "EXECUTION_ERROR"),
         ('{"type": "state", "data": {}}', "invalid_return", "neither an observation nor an error"),
         ("[", "invalid_return", "something else than JSON"),
+        (b"\xff\xfe", "invalid_return", "something else than JSON"),
         (
             '{"type": "observation", "data": {"observation": {"a": 1}, "done": false}}',
             "invalid_return",
@@ -146,7 +147,7 @@ async def test_a_connection_that_is_cut_costs_an_attempt(openenv: OpenEnvGame, c
     ],
 )
 async def test_a_hostile_message_fails_the_rollout_with_its_cause(
-    openenv: OpenEnvGame, config: EnvironmentConfig, reply: str, kind: str, text: str
+    openenv: OpenEnvGame, config: EnvironmentConfig, reply: str | bytes, kind: str, text: str
 ) -> None:
     openenv.replies = [reply]
     async with remotes_of(config) as remotes:

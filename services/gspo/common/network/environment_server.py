@@ -13,6 +13,7 @@ services/gspo/generation/rollout/remote_environment.py.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol, TypeAlias
 
@@ -189,9 +190,10 @@ def _refuse(where: str, reply: httpx.Response, text: str, *, begins: bool) -> No
 def retry_after_s(header: str | None) -> float:
     """Seconds of a Retry-After header, within bounds; a date, or anything else, is the usual wait."""
     try:
-        return min(max(float(header or ""), _LEAST_WAIT_S), _LONGEST_WAIT_S)
+        seconds = float(header or "")
     except ValueError:
         return _USUAL_WAIT_S
+    return _USUAL_WAIT_S if math.isnan(seconds) else min(max(seconds, _LEAST_WAIT_S), _LONGEST_WAIT_S)
 
 
 def read_json(text: str, where: str) -> Any:

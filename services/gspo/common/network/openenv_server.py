@@ -129,13 +129,14 @@ class OpenEnvSessions:
         try:
             with suppress(ConnectionClosed):  # a full server has closed it, and its reason can be read
                 await connection.send(json.dumps(whole_text({"type": message_type, "data": data})))
-            text = await connection.recv(decode=True)
+            content = await connection.recv()
         except ConnectionClosed as error:
             if error.sent is not None and error.sent.code == _TOO_LARGE:
                 text = f"{self._url} answered with more than {MAX_REPLY_BYTES} bytes"
                 raise ServerTroubleError("output_too_large", text) from error
             text = f"{self._url} closed the connection ({error})"
             raise ServerTroubleError("session_lost", text) from error
+        text = content if isinstance(content, str) else content.decode(errors="replace")
         return self._read(read_json(text, self._url))
 
     def _read(self, reply: Any) -> ServerTurn:
@@ -159,7 +160,8 @@ class OpenEnvSessions:
         if name is None:
             return json.dumps({key: value for key, value in observation.items() if key != "metadata"})
         if name not in observation:
-            text = f"{self._url} sent an observation without the field {name}, but with {', '.join(observation)}"
+            others = ", ".join(observation)[:TEXT_CHARS]
+            text = f"{self._url} sent an observation without the field {name}, but with {others}"
             raise ServerTroubleError("invalid_return", f"{text} (environment.observation_field)")
         value = observation[name]
         return value if isinstance(value, str | list) else json.dumps(value)
