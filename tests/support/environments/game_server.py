@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import os
 import random
 import signal
@@ -58,7 +59,8 @@ class FaultyApp:
             self.faults = dict(parse_qsl(scope["query_string"].decode()))
             await _answer(send, b"{}")
         elif scope["path"] == "/count":
-            await _answer(send, f'{{"sessions": {len(game.sessions)}, "requests": {self.num_requests}}}'.encode())
+            counts = {"sessions": len(game.sessions), "requests": self.num_requests, "names": list(game.sessions)}
+            await _answer(send, json.dumps(counts).encode())
         else:
             self.num_requests += 1
             await self._play(game, scope, receive, send)
@@ -147,6 +149,11 @@ class EnvironmentServer:
     def end_silent_sessions(self) -> None:
         """Ask for a session that is not there: the server then looks for those beyond their time to live."""
         httpx.get(f"{self.url}/state", params={"episode_id": "none"})
+
+    def sessions(self) -> list[str]:
+        """Ids of the sessions that it has."""
+        names: list[str] = httpx.get(f"{self.url}/count").json()["names"]
+        return names
 
     def count(self, what: str = "sessions") -> int:
         """Sessions that it has, or requests that it has had."""

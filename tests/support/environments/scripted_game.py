@@ -32,7 +32,7 @@ LINES = ("8", "x", "24", "20")
 class LinesEngine:
     """Says its lines in each conversation, the next one where the prompt has one more turn."""
 
-    version = 3
+    version, is_asleep = 3, False
 
     def __init__(self, lines: tuple[str, ...] = LINES, turn_s: float = 0.0) -> None:
         self._lines, self._turn_s, self.num_requests = lines, turn_s, 0
@@ -43,6 +43,14 @@ class LinesEngine:
         num_said = TOKENIZER.decode(prompt_token_ids).count("<|im_start|>assistant") - 1
         ids = [*TOKENIZER.encode(self._lines[min(num_said, len(self._lines) - 1)]), TOKENIZER.eos_token_id]
         return Completion(ids, [-float(token) for token in ids], [self.version] * len(ids), "stop")
+
+    def num_sampled(self, request_id: str) -> int:
+        """None of a line is seen before its end."""
+        return 0
+
+    def partial_output(self, request_id: str) -> api.Tokens:
+        """As `num_sampled`."""
+        return api.Tokens([], [], [])
 
     async def abort(self, request_id: str) -> None:
         raise AssertionError("no rollout here takes so long")

@@ -1,4 +1,4 @@
-"""Answers of an environment's server: what is read, and what is refused with its cause."""
+"""Answers of an environment's server: the form that is read, and the cause of each refusal."""
 
 from __future__ import annotations
 
