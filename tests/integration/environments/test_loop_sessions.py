@@ -90,7 +90,7 @@ async def test_a_drained_generator_hands_its_sessions_on(
         sessions = set(server.sessions())
         services[0].stopping.set()
         await working
-        working = asyncio.create_task(loop_of(services[1], second, turn_s=0.02).run())
+        working = asyncio.create_task(loop_of(services[1], second, turn_s=1.0).run())
         while await redis.xlen(keys.rollouts) < NUM_ROLLOUTS:
             await asyncio.sleep(0.02)
         services[1].stopping.set()
