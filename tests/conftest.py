@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ settings.register_profile("few", deadline=None, max_examples=30)
 settings.register_profile("many", deadline=None, max_examples=1000)
 settings.load_profile("few")
 
+
+# Not the global one, to which hypothesis gives the same seed in every process.
+_DRAW = random.SystemRandom()
 
 # They look at one run, which a session fixture makes.
 WHOLE_RUN = ("tests/integration/run/test_whole_run.py", "tests/integration/run/test_observed_run.py")
@@ -56,10 +61,12 @@ def _own_linear() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on, outside the range from which the system gives ports to others."""
+    while True:
+        port = _DRAW.randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="session")
