@@ -1,7 +1,8 @@
 """The teacher of the long example: it writes out a chain of small operations modulo 10, and errs at some of them.
 
-From a wrong step on, everything is wrong: each operation maps different values to different values. An answer has six
-tokens a step, so 40 operations make 243 tokens with the result and the end.
+From a wrong step on, everything is wrong: each operation maps different values to different values. An answer has five
+tokens a step, so 48 operations make 243 tokens with the result and the end. A step repeats its operation right behind
+its name, as in the prompt, so that a small model soon learns to copy it.
 """
 
 import random
@@ -66,11 +67,10 @@ def solution(problem: Chain, draw: random.Random | None = None) -> tuple[str, st
     """The answer's text, and the last value. With `draw`, some steps are wrong, and the next go on from there."""
     value, text = problem.start, ""
     for step, (sign, number) in problem.operations.items():
-        text += f"{step_name(step)}{value}{sign}{number}="
         value = APPLY[sign](value, number)
         if draw and draw.random() < MISTAKE_SHARE:
             value = (value + draw.randint(1, 9)) % 10
-        text += str(value)
+        text += f"{step_name(step)}{sign}{number}={value}"
     return f"{text}{RESULT}{value}", str(value)
 
 
@@ -84,7 +84,7 @@ def make(
     seed: Seed = 0,
     steps: Steps = None,
     experts: Experts = 0,
-    operations: Annotated[int, typer.Option(min=5, help="Operations of a problem; six tokens of the answer each")] = 40,
+    operations: Annotated[int, typer.Option(min=5, help="Operations of a problem; five tokens of the answer each")] = 48,
     hidden: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64")] = 192,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model")] = 4,
 ) -> None:
@@ -104,7 +104,7 @@ def make(
     records = [record(draw_problem(draw, every)) for _ in range(NUM_PROMPTS + NUM_HELD_OUT)]
     files = {"prompts.jsonl": records[NUM_HELD_OUT:], "eval.jsonl": records[:NUM_HELD_OUT]}
     parts = [LessonPart(partial(talk, length=min(SHORT, operations)), 32, share=0.6), LessonPart(talk, 12, share=0.4)]
-    lengths = {"prompt_length": 3 * operations + SPARE_TOKENS, "response_length": 6 * operations + SPARE_TOKENS}
+    lengths = {"prompt_length": 3 * operations + SPARE_TOKENS, "response_length": 5 * operations + SPARE_TOKENS}
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": 4 * hidden,

@@ -54,5 +54,5 @@ def test_an_answer_earns_a_reward_if_its_result_is_that_of_the_chain(tmp_path: P
     for row in ended:
         shown = [token_id for token_id in row["token_ids"] if token_id not in special]
         assert len(shown) == len(re.findall(token, row["text"]))
-    assert (config.algorithm.prompt_length, config.algorithm.response_length) == (31, 46)
+    assert (config.algorithm.prompt_length, config.algorithm.response_length) == (31, 41)
     assert getattr(AutoConfig.from_pretrained(config.model.path), "num_experts", 0) == experts
