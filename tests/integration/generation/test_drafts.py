@@ -24,6 +24,7 @@ from gspo.generation.engine.api import Completion, EngineSampling, OnUpdate
 from gspo.generation.engine.startup import check_values
 from gspo.generation.engine.vllm_engine import Engine
 from gspo.generation.rollout.driver import RolloutDriver
+from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Sampling
@@ -157,7 +158,8 @@ async def test_a_push_between_drafts(drafting: SharedEngine, tmp_path: Path, on_
 async def test_a_saved_rollout_goes_on_elsewhere_under_other_weights(drafting: SharedEngine, tmp_path: Path) -> None:
     engine, old = drafting.engine, drafting.engine.version
     before = Reference.load(drafting.folder)
-    driver = RolloutDriver(engine, make_tokenizer(), GenerationConfig(), cast("Episodes", None))
+    tokenizer = make_tokenizer()
+    driver = RolloutDriver(engine, tokenizer, GenerationConfig(), Episodes(cast("EnvironmentClient", None), tokenizer))
     task = GroupTask(num_rollouts=1, prompt=Prompt(token_ids=PROMPTS[0]))
     task.sampling.CopyFrom(Sampling(temperature=0.4, max_tokens=300))
     num_sampled = 0
