@@ -33,6 +33,7 @@ from gspo_proto.generation_pb2 import (
     TensorFrame,
     WeightFrame,
 )
+from gspo_proto.learner_pb2 import ResultsRequest
 from gspo_proto.reward_pb2 import ResetRequest, ScoreRequest, StepRequest
 from gspo_proto.rollout_pb2 import GroupTask, Rollout, Sampling, Scored
 from tests.conftest import free_port
@@ -213,6 +214,7 @@ CALLS = {
     ("reward", "Reward/ResetEnvironment"): alone(messages(ResetRequest.DESCRIPTOR).map(ResetRequest.SerializeToString)),
     ("reward", "Reward/StepEnvironment"): alone(messages(StepRequest.DESCRIPTOR).map(StepRequest.SerializeToString)),
     ("learner", "Learner/Progress"): alone(st.binary(max_size=40)),
+    ("learner", "Learner/Results"): alone(messages(ResultsRequest.DESCRIPTOR).map(ResultsRequest.SerializeToString)),
     # Every readable message asks for a checkpoint; these bytes are not readable.
     ("learner", "Learner/Checkpoint"): st.just([b"\xff"]),
 }
