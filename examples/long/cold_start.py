@@ -84,7 +84,7 @@ def make(
     seed: Seed = 0,
     steps: Steps = None,
     experts: Experts = 0,
-    operations: Annotated[int, typer.Option(min=5, help="Operations of a problem; five tokens of the answer each")] = 48,
+    operations: Annotated[int, typer.Option(min=5, help="Operations of a problem, of five tokens each")] = 48,
     hidden: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64")] = 192,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model")] = 4,
 ) -> None:
