@@ -10,9 +10,9 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Header, HTTPException, Response
+from fastapi import APIRouter, HTTPException, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from gspo.common.network.caller_key import WRONG_KEY, caller_key, is_token, refuse_key
@@ -94,28 +94,28 @@ def task_routes(service: Service, store: SessionStore) -> APIRouter:
         )
 
     @router.post("/{name:path}/heartbeat", status_code=204)
-    async def heartbeat(name: str, authorization: Annotated[str, Header()] = "") -> None:
-        await _with_key(name, authorization, store.renew)
+    async def heartbeat(name: str, http: Request) -> None:
+        await _with_key(name, http, store.renew)
 
     @router.post("/{name:path}/release", status_code=204)
-    async def release(name: str, authorization: Annotated[str, Header()] = "") -> None:
-        await _with_key(name, authorization, store.release)
+    async def release(name: str, http: Request) -> None:
+        await _with_key(name, http, store.release)
 
     @router.post("/{name:path}/finish", status_code=204)
-    async def finish(name: str, request: FinishRequest, authorization: Annotated[str, Header()] = "") -> None:
+    async def finish(name: str, request: FinishRequest, http: Request) -> None:
         if config.agent.weight is not None and request.reward is None and not request.failure:
             raise HTTPException(422, "reward is missing: the agent rewards its rollouts (agent.weight of the run)")
         result = AgentResult(
             reward=request.reward, failure=request.failure, failure_kind=request.failure_kind, unix_s=time.time()
         )
-        await _with_key(name, authorization, lambda key: store.finish(key, result))
+        await _with_key(name, http, lambda key: store.finish(key, result))
 
     return router
 
 
-async def _with_key(name: str, authorization: str, change: Callable[[str], Awaitable[None]]) -> None:
+async def _with_key(name: str, http: Request, change: Callable[[str], Awaitable[None]]) -> None:
     """Change a rollout by its own key."""
-    key = authorization.removeprefix("Bearer ").removeprefix(_KEY_PREFIX)
+    key = caller_key(http.scope).removeprefix(_KEY_PREFIX)
     if key.rpartition(".")[0] != name:
         raise HTTPException(403, f"send the key of {name}, which its lease has, as 'Authorization: Bearer KEY'")
     try:
