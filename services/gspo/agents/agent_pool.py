@@ -39,7 +39,7 @@ class AgentPool:
 
     def __init__(self, config: AgentConfig, level: ConfinementLevel, gateway: Dial, outer_url: str) -> None:
         self._config = config
-        self.sandboxes = [AgentSandbox(config, level, level.filter, gateway, outer_url) for _ in range(config.workers)]
+        self.sandboxes = [AgentSandbox(config, level, gateway, outer_url) for _ in range(config.workers)]
         self._free: asyncio.Queue[AgentSandbox] = asyncio.Queue()
         for sandbox in self.sandboxes:
             self._free.put_nowait(sandbox)

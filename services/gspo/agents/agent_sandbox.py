@@ -29,7 +29,7 @@ import structlog
 
 from gspo.agents import player
 from gspo.agents.player.loading import UnfitAgentError
-from gspo.agents.player.program import HEAD_BYTES, LISTENING
+from gspo.agents.player.program import HEAD_BYTES, LISTENING, framed
 from gspo.agents.player.task import Task
 from gspo.agents.relay import Dial, Relay, dial_host
 from gspo.agents.worker import AgentFailedError, RolloutLostError
@@ -83,15 +83,12 @@ class AgentSandbox:
 
     Args:
         level: bubblewrap or rlimits.
-        filter_bytes: seccomp's filter; empty for none.
         gateway: Opens a connection to a gateway.
         outer_url: Address of a relay to the gateway outside of sandboxes, for the level rlimits.
     """
 
-    def __init__(
-        self, config: AgentConfig, level: ConfinementLevel, filter_bytes: bytes, gateway: Dial, outer_url: str
-    ) -> None:
-        self._config, self._filter, self._gateway = config, filter_bytes, gateway
+    def __init__(self, config: AgentConfig, level: ConfinementLevel, gateway: Dial, outer_url: str) -> None:
+        self._config, self._filter, self._gateway = config, level.filter, gateway
         self._wrapped = level.name == "bubblewrap"
         self._url = outer_url
         self._process: asyncio.subprocess.Process | None = None
@@ -225,7 +222,7 @@ class AgentSandbox:
         listen = self._inner_addresses() if self._wrapped else []
         here.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(here, _framed(self._setup(places, uid, folder, listen)))
+        await loop.sock_sendall(here, framed(self._setup(places, uid, folder, listen)))
         if listen:
             await self._open_relays(here)
         self._streams = await asyncio.open_connection(sock=here)
@@ -304,7 +301,7 @@ class AgentSandbox:
 
     async def _send(self, message: dict[str, Any]) -> None:
         assert self._streams is not None  # noqa: S101 - it has started
-        self._streams[1].write(_framed(message))
+        self._streams[1].write(framed(message))
         await self._streams[1].drain()
 
     async def _receive(self) -> dict[str, Any]:
@@ -352,11 +349,6 @@ class AgentSandbox:
 
     def _too_much(self) -> str:
         return f"had more memory than agent.memory_mb {self._config.memory_mb}"
-
-
-def _framed(message: dict[str, Any]) -> bytes:
-    body = json.dumps(message).encode()
-    return len(body).to_bytes(HEAD_BYTES, "big") + body
 
 
 def _signal_name(number: Any) -> str:

@@ -323,7 +323,12 @@ def _exactly(control: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _send(control: socket.socket, message: Message) -> None:
+def framed(message: Message) -> bytes:
+    """The bytes of a message: its length, then its JSON."""
     body = json.dumps(message).encode()
+    return len(body).to_bytes(HEAD_BYTES, "big") + body
+
+
+def _send(control: socket.socket, message: Message) -> None:
     with suppress(BrokenPipeError, ConnectionResetError):
-        control.sendall(len(body).to_bytes(HEAD_BYTES, "big") + body)
+        control.sendall(framed(message))
