@@ -75,6 +75,7 @@ async def test_a_task_that_is_taken_back_has_its_sessions_closed(
         async with asyncio.timeout(15):
             while await asyncio.to_thread(server.count):
                 await asyncio.sleep(0.05)
+        assert not working.done(), "the generator goes on with other tasks"
         service.stopping.set()
         await working
     await service.redis.aclose()
