@@ -67,7 +67,7 @@ SCALES = {
     # One GPU, never tried.
     "gpu": Scale(
         steps=300,
-        example=("--operations", "192", "--hidden", "512", "--layers", "8", "--steps", "2000"),
+        example=("--sums", "160", "--hidden", "512", "--layers", "8", "--steps", "2000"),
         sections={
             "algorithm": {"rollout_batch_size": 32},
             "generation": {"threads": 0, "kv_cache_gb": 16},

@@ -1,15 +1,18 @@
-"""The teacher of the long example: it writes out a chain of small operations modulo 10, and errs at some of them.
+"""The teacher of the long example: it continues a sequence of digits by written sums, and errs at some of them.
 
-From a wrong step on, everything is wrong: each operation maps different values to different values. An answer has five
-tokens a step, so 48 operations make 243 tokens with the result and the end. A step repeats its operation right behind
-its name, as in the prompt, so that a small model soon learns to copy it.
+Each digit is the sum, modulo 10, of the last one and the one three places back. From a wrong sum on, the last three
+digits are never the right ones, but for a second mistake: they determine the digit before them. An answer has six
+tokens a sum, so 40 of them make 245 tokens with the result and the end.
+
+Both numbers of a sum are at a fixed distance before it, so a small model learns the form within minutes. The result is
+three digits, so an answer of wrong sums has a right one only by a chance of 1 in 1,000.
 """
 
 import random
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,61 +24,51 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from conversations import Experts, Folder, Lesson, LessonPart, Seed, Steps, Talk, cold_start
 
 MISTAKE_SHARE = 0.03
-NUM_PROMPTS, NUM_HELD_OUT = 1024, 64
-# Multiplication by these alone keeps values modulo 10 apart.
-FACTORS = (3, 7, 9)
-APPLY: dict[str, Callable[[int, int], int]] = {
-    "+": lambda value, number: (value + number) % 10,
-    "-": lambda value, number: (value - number) % 10,
-    "*": lambda value, number: (value * number) % 10,
-}
+NUM_HELD_OUT = 64
 OPENING, RESULT = "start at ", "\nanswer: "
-# Tokens around the steps in prompt and answer, and a little more for answers that lose count.
+# Tokens around the sums in prompt and answer, and a little more for answers that lose count.
 SPARE_TOKENS = 16
 
-# A short chain is a quarter of the work, and teaches all but the length.
+# A short sequence is a quarter of the work, and teaches all but the count.
 SHORT = 10
 
 
 @dataclass(frozen=True)
-class Chain:
-    """A chain: its first value, and the operations by their step."""
+class DigitProblem:
+    """A sequence to continue: its three first digits, and the first and last number of the sums."""
 
-    start: int
-    operations: dict[int, tuple[str, int]]
-
-
-def draw_problem(draw: random.Random, steps: Sequence[int]) -> Chain:
-    """Any first value, with any operation at each step."""
-    signs = draw.choices("+-*", k=len(steps))
-    numbers = (draw.choice(FACTORS) if sign == "*" else draw.randint(1, 9) for sign in signs)
-    return Chain(draw.randrange(10), dict(zip(steps, zip(signs, numbers, strict=True), strict=True)))
+    digits: tuple[int, int, int]
+    first: int
+    last: int
 
 
-def step_name(step: int) -> str:
-    """The text in front of a step, in prompt and answer; one token."""
-    return f"\n#{step} "
+def sum_name(number: int) -> str:
+    """The text in front of a sum, which the prompt has for the first one; one token."""
+    return f"\n#{number} "
 
 
-def prompt(problem: Chain) -> list[dict[str, str]]:
+def prompt(problem: DigitProblem) -> list[dict[str, str]]:
     """The problem as a conversation that waits for its answer."""
-    steps = (f"{step_name(step)}{sign}{number}" for step, (sign, number) in problem.operations.items())
-    return [{"role": "user", "content": f"{OPENING}{problem.start}{''.join(steps)}"}]
+    digits = "".join(map(str, problem.digits))
+    return [{"role": "user", "content": f"{OPENING}{digits}{sum_name(problem.first)}"}]
 
 
-def solution(problem: Chain, draw: random.Random | None = None) -> tuple[str, str]:
-    """The answer's text, and the last value. With `draw`, some steps are wrong, and the next go on from there."""
-    value, text = problem.start, ""
-    for step, (sign, number) in problem.operations.items():
-        value = APPLY[sign](value, number)
+def solution(problem: DigitProblem, draw: random.Random | None = None) -> tuple[str, str]:
+    """The answer's text, and the last three digits. With `draw`, some sums are wrong, and the next go on from there."""
+    digits, text = list(problem.digits), ""
+    for number in range(problem.first, problem.last + 1):
+        back, last = digits[-3], digits[-1]
+        value = (last + back) % 10
         if draw and draw.random() < MISTAKE_SHARE:
             value = (value + draw.randint(1, 9)) % 10
-        text += f"{step_name(step)}{sign}{number}={value}"
-    return f"{text}{RESULT}{value}", str(value)
+        digits.append(value)
+        text += f"{sum_name(number)}{last}+{back}={value}"
+    result = "".join(map(str, digits[-3:]))
+    return f"{text}{RESULT}{result}", result
 
 
-def record(problem: Chain) -> dict[str, Any]:
-    """A problem with its last value, for the reward function."""
+def record(problem: DigitProblem) -> dict[str, Any]:
+    """A problem with its result, for the reward function."""
     return {"prompt": prompt(problem), "answer": solution(problem)[1]}
 
 
@@ -84,27 +77,28 @@ def make(
     seed: Seed = 0,
     steps: Steps = None,
     experts: Experts = 0,
-    operations: Annotated[int, typer.Option(min=5, help="Operations of a problem, of five tokens each")] = 48,
+    sums: Annotated[int, typer.Option(min=5, help="Sums of an answer, of six tokens each")] = 40,
     hidden: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64")] = 192,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model")] = 4,
 ) -> None:
-    """Make a small model that calculates in long answers with errors, and problems to improve it on."""
+    """Make a small model that adds in long answers with errors, and problems to improve it on."""
 
     if hidden % 64:
         raise typer.BadParameter(f"{hidden} is no multiple of 64: heads have 32 numbers, and share two key heads")
-    every = range(1, operations + 1)
 
-    def talk(draw: random.Random, length: int = operations) -> Talk:
-        """Steps of the chain that follow one another, from any one on."""
-        begin = draw.randint(0, operations - length)
-        problem = draw_problem(draw, every[begin : begin + length])
+    def talk(draw: random.Random, length: int = sums) -> Talk:
+        """The last sums of a problem."""
+        digits = draw.randrange(10), draw.randrange(10), draw.randrange(10)
+        problem = DigitProblem(digits, sums - length + 1, sums)
         return Talk(prompt(problem), [solution(problem, draw)[0]], [])
 
-    draw = random.Random(f"{seed} problems")
-    records = [record(draw_problem(draw, every)) for _ in range(NUM_PROMPTS + NUM_HELD_OUT)]
+    # Zeros stay zeros.
+    starts: list[tuple[int, int, int]] = list(product(range(10), range(10), range(10)))[1:]
+    random.Random(f"{seed} problems").shuffle(starts)
+    records = [record(DigitProblem(digits, 1, sums)) for digits in starts]
     files = {"prompts.jsonl": records[NUM_HELD_OUT:], "eval.jsonl": records[:NUM_HELD_OUT]}
-    parts = [LessonPart(partial(talk, length=min(SHORT, operations)), 32, share=0.6), LessonPart(talk, 12, share=0.4)]
-    lengths = {"prompt_length": 3 * operations + SPARE_TOKENS, "response_length": 5 * operations + SPARE_TOKENS}
+    parts = [LessonPart(partial(talk, length=min(SHORT, sums)), 32, share=0.6), LessonPart(talk, 12, share=0.4)]
+    lengths = {"prompt_length": 2 * SPARE_TOKENS, "response_length": 6 * sums + SPARE_TOKENS}
     sizes = {
         "hidden_size": hidden,
         "intermediate_size": 4 * hidden,
@@ -115,7 +109,7 @@ def make(
         "max_length": sum(lengths.values()),
         "rope_theta": 10000.0,
     }
-    words = [OPENING, RESULT, *map(step_name, every)]
+    words = [OPENING, RESULT, *map(sum_name, range(1, sums + 1))]
     lesson = Lesson(words, parts, num_steps=steps or 240, sizes=sizes)
     cold_start(folder, lesson, files, seed, [Path(__file__).resolve()], keys={"algorithm": lengths})
 

@@ -1,11 +1,10 @@
-"""The example of long answers as a user starts it, on short chains: its problems, rewards and lengths.
+"""The example of long answers as a user starts it, on short sequences: its problems, rewards and lengths.
 
 Not here: learning, for which a policy of so few lessons is too poor.
 """
 
 from __future__ import annotations
 
-import operator
 import re
 from pathlib import Path
 
@@ -16,36 +15,34 @@ from gspo.common.config.loading import read_config
 from tests.support.gspo_run import EXAMPLES, example_run
 
 pytestmark = pytest.mark.timeout(600)
-OPERATIONS, ROLLOUTS = 5, 8 * 8
+SUMS, ROLLOUTS = 5, 8 * 8
 # Enough for answers with a result, by a model that learns in seconds.
 LESSONS, SIZES = 200, ("--hidden", "64", "--layers", "2")
-APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
-def last_value(prompt: str) -> int:
+def last_digits(prompt: str) -> str:
     """The result of a problem, from its text alone."""
-    start, *steps = re.findall(r"start at (\d)|\n#\d+ ([-+*])(\d)", prompt)
-    value = int(start[0])
-    for _, sign, number in steps:
-        value = APPLY[sign](value, int(number)) % 10
-    assert len(steps) == OPERATIONS
-    return value
+    (start,) = re.findall(r"start at (\d{3})\n#1 ", prompt)
+    digits = [int(digit) for digit in start]
+    for _ in range(SUMS):
+        digits.append((digits[-1] + digits[-3]) % 10)
+    return "".join(map(str, digits[-3:]))
 
 
 @pytest.mark.parametrize("experts", [0, pytest.param(4, marks=pytest.mark.long)])
-def test_an_answer_earns_a_reward_if_its_result_is_that_of_the_chain(tmp_path: Path, experts: int) -> None:
-    options = ["--steps", "1", "--operations", str(OPERATIONS), "--experts", str(experts), *SIZES]
+def test_an_answer_earns_a_reward_if_its_result_is_that_of_the_sums(tmp_path: Path, experts: int) -> None:
+    options = ["--steps", "1", "--sums", str(SUMS), "--experts", str(experts), *SIZES]
     run = example_run(EXAMPLES / "long", tmp_path, LESSONS, *options)
     rows = run.rows(1)
     assert len(rows) == ROLLOUTS
     assert {row["failure"] for row in rows} == {None}
     results = [row["text"].rpartition("answer: ")[2] for row in rows]
-    values = [str(last_value(row["prompt"])) for row in rows]
+    values = [last_digits(row["prompt"]) for row in rows]
     assert [row["reward"] for row in rows] == [float(a == b) for a, b in zip(results, values, strict=True)]
     assert 0 < sum(row["reward"] for row in rows) < ROLLOUTS
-    # A step's name is one token, and so is every other sign.
-    assert {len(row["prompt_token_ids"]) for row in rows} == {3 * OPERATIONS + 10}
-    token = r"\n#\d |\nanswer: |[-+*=\d]"
+    # A sum's name is one token, and so is every other sign.
+    assert {len(row["prompt_token_ids"]) for row in rows} == {13}
+    token = r"\n#\d |\nanswer: |[+=\d]"
     config = read_config(run.run_dir / "config.yaml")
     # So poor a policy also samples special tokens between the signs, which a text does not show.
     special = AutoTokenizer.from_pretrained(config.model.path).all_special_ids
@@ -54,5 +51,5 @@ def test_an_answer_earns_a_reward_if_its_result_is_that_of_the_chain(tmp_path: P
     for row in ended:
         shown = [token_id for token_id in row["token_ids"] if token_id not in special]
         assert len(shown) == len(re.findall(token, row["text"]))
-    assert (config.algorithm.prompt_length, config.algorithm.response_length) == (31, 41)
+    assert (config.algorithm.prompt_length, config.algorithm.response_length) == (32, 46)
     assert getattr(AutoConfig.from_pretrained(config.model.path), "num_experts", 0) == experts
