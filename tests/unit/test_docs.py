@@ -28,7 +28,9 @@ from gspo.learner.assembly.rows import SCHEMA
 from gspo.reward.functions.builtins.math_equivalence import compute_score
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+DOCUMENTS = [
+    ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+] + sorted(ROOT.glob("docs/*.md"))
 # `make bench` writes it.
 MEASURED = ROOT / "docs/benchmarks.md"
 GENERATED = "<!-- Below this line: the output of gspo config --markdown -->\n"
