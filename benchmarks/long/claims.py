@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 from benchmarks.harness.section import Record
-from benchmarks.long.declared_runs import ARMS, DENOMINATORS, LAGS, LAST, RATES, last_reward
+from benchmarks.long.declared_runs import ARMS, CLIPS, DENOMINATORS, LAGS, LAST, RATES, ROUTINGS, last_reward
 from benchmarks.moe.comparison_run import COMPARED
 
 CONFIRMED, FAILED, NOT_RUN = "held", "did not hold", "not run yet"
@@ -34,9 +35,6 @@ def claims(results: Results) -> list[Claim]:
     return [
         *(_judged(text.format(arm=arm), judge, results, arm) for arm in ARMS for text, judge in _OF_ARM),
         *(_judged(text, judge, results, "dense") for text, judge in _OTHERS),
-        Claim(
-            "Routing replay helps GRPO on a mixture, and GSPO needs none", "could not be tested", "no run is declared"
-        ),
     ]
 
 
@@ -179,6 +177,41 @@ def _more_updates_do_no_harm(results: Results, _arm: str) -> tuple[bool, str] | 
     return rewards[max(rewards)] >= rewards[min(rewards)] - NOISE, f"reward by updates of a batch: {words} (one seed)"
 
 
+def _only_grpo_needs_routing_replay(results: Results, _arm: str) -> tuple[bool, str] | None:
+    runs = _by_seed(results, "routing", lambda run: (run["algorithm"], run["algorithm_keys"]["routing_replay"]))
+    if not (compared := _at_equal_seeds(runs, [(name, routing) for name in COMPARED for routing in ROUTINGS])):
+        return None
+    (gspo, gspo_replayed, grpo, grpo_replayed), num_seeds = compared
+    words = (
+        f"reward without and with it: GSPO {gspo:.3f} and {gspo_replayed:.3f}, GRPO {grpo:.3f} and {grpo_replayed:.3f} "
+        f"(seeds: {num_seeds})"
+    )
+    return grpo_replayed > grpo + NOISE and gspo_replayed <= gspo + NOISE, words
+
+
+def _scaled_clip_learns_as_much(results: Results, _arm: str) -> tuple[bool, str] | None:
+    runs = _by_seed(results, "clip", lambda run: "scaled" if run["algorithm_keys"] else "fixed")
+    if not (compared := _at_equal_seeds(runs, list(CLIPS))):
+        return None
+    (fixed, scaled), num_seeds = compared
+    return scaled >= fixed - NOISE, f"reward: fixed {fixed:.3f}, scaled {scaled:.3f} (seeds: {num_seeds})"
+
+
+def _by_seed(results: Results, experiment: str, kind: Callable[[Record], Any]) -> dict[Any, dict[int, Record]]:
+    """The runs of an experiment, by kind and seed."""
+    runs: dict[Any, dict[int, Record]] = {}
+    for run in results.values():
+        if run["experiment"] == experiment:
+            runs.setdefault(kind(run), {})[run["seed"]] = run
+    return runs
+
+
+def _at_equal_seeds(runs: Mapping[Any, Mapping[int, Record]], kinds: list[Any]) -> tuple[list[float], int] | None:
+    """Mean last reward of each kind over the seeds that all have, and the number of these seeds."""
+    seeds = set.intersection(*(set(runs.get(kind, {})) for kind in kinds))
+    return ([fmean(last_reward(runs[kind][seed]) for seed in seeds) for kind in kinds], len(seeds)) if seeds else None
+
+
 _OF_ARM: tuple[tuple[str, Judge], ...] = (
     ("GSPO learns at least as much as GRPO in equal steps ({arm})", _learns_at_least_as_fast),
     (f"GSPO clips at least {_MANY_TIMES:.0f} times as many tokens ({{arm}})", _clips_many_times_as_many),
@@ -190,11 +223,13 @@ _OTHERS: tuple[tuple[str, Judge], ...] = (
     ("Noise on the engine's log-probs costs GSPO less than GRPO", _noise_costs_less),
     ("GSPO does without recomputed log-probs", _engine_log_probs_will_do),
     ("More updates of a batch do GSPO no harm", _more_updates_do_no_harm),
+    ("Routing replay helps GRPO on a mixture, and GSPO needs none", _only_grpo_needs_routing_replay),
+    ("A clip scaled by length learns at least as much as a fixed one", _scaled_clip_learns_as_much),
 )
 
 
 def verdicts(judged: list[Claim]) -> Iterator[str]:
     """How many claims have each verdict, in words."""
-    for verdict in (CONFIRMED, FAILED, NOT_RUN, "could not be tested"):
+    for verdict in (CONFIRMED, FAILED, NOT_RUN):
         if number := sum(claim.verdict == verdict for claim in judged):
             yield f"{number} {verdict}"

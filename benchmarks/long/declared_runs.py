@@ -1,7 +1,13 @@
 """The runs of the experiments on long answers, by name, with the keys that each changes.
 
-The experiments: `ratio` (GSPO against GRPO, and GSPO-token), `noise` (on the engine's log-probs), `lag` (versions
-behind, and the denominator of the ratio), `updates` (optimizer steps of a batch).
+Experiments:
+
+- ratio: GSPO against GRPO, and GSPO-token
+- noise: normal noise on the engine's log-probs
+- lag: versions behind, and the denominator of the ratio
+- updates: optimizer steps of a batch
+- routing: the mixture's passes with the experts of the policy before the step
+- clip: one clip for all lengths and one scaled by length, on answers of many lengths
 """
 
 from __future__ import annotations
@@ -26,6 +32,10 @@ DENOMINATORS: dict[str, Record] = {
     "inference": {"old_logprobs": "inference"},
     "recompute": {"old_logprobs": "recompute", "behavior_correction": "truncate"},
 }
+# Each experts' choice of a mixture's passes, beside recomputed log-probs, which a replay needs.
+ROUTINGS = ("none", "learner")
+# The scaled clip is that of the paper at the longest answers, and wider for the others.
+CLIPS: dict[str, Record] = {"fixed": {}, "scaled": {"pg_clip_reference_length": 245}}
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class LongRun:
         learning_rate: None is that of the best run of RATES with this arm and algorithm on seed 0.
         sigma: Standard deviation of the noise on each log-prob of the engine.
         algorithm_keys: Over those of the algorithm.
+        example: Further options of the example's cold start.
     """
 
     experiment: str
@@ -46,6 +57,7 @@ class LongRun:
     sigma: float = 0.0
     max_lag: int = 0
     algorithm_keys: Record = field(default_factory=dict)
+    example: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,23 @@ def declared_runs() -> dict[str, LongRun]:
         )
         for updates in UPDATES
         for algorithm in COMPARED
+    }
+    runs |= {
+        f"routing-{routing}-{algorithm}-s{seed}": LongRun(
+            "routing",
+            "mixture",
+            algorithm,
+            seed,
+            algorithm_keys={**DENOMINATORS["recompute"], "routing_replay": routing},
+        )
+        for seed in SEEDS
+        for routing in ROUTINGS
+        for algorithm in COMPARED
+    }
+    runs |= {
+        f"clip-{clip}-s{seed}": LongRun("clip", "dense", "gspo", seed, algorithm_keys=keys, example=("--varied",))
+        for seed in SEEDS
+        for clip, keys in CLIPS.items()
     }
     return runs
 

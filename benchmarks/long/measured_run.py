@@ -37,7 +37,7 @@ def measured_long_run(name: str, run: LongRun, scale: Scale, results: Mapping[st
     """
     rate = run.learning_rate or best_rate(run.arm, run.algorithm, results)
     busy_share = psutil.cpu_percent(interval=1.0) / 100
-    options = [*scale.example, "--experts", str(ARMS[run.arm])]
+    options = [*scale.example, *run.example, "--experts", str(ARMS[run.arm])]
     cold_start = make_cold_start(
         "-".join(word.removeprefix("--") for word in options), *options, example=EXAMPLE, timeout_s=_COLD_START_S
     )

@@ -78,6 +78,7 @@ def make(
     steps: Steps = None,
     experts: Experts = 0,
     sums: Annotated[int, typer.Option(min=5, help="Sums of an answer, of six tokens each")] = 40,
+    varied: Annotated[bool, typer.Option(help="Problems begin at any sum, so answers have many lengths")] = False,
     hidden: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64")] = 192,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model")] = 4,
 ) -> None:
@@ -86,18 +87,23 @@ def make(
     if hidden % 64:
         raise typer.BadParameter(f"{hidden} is no multiple of 64: heads have 32 numbers, and share two key heads")
 
-    def talk(draw: random.Random, length: int = sums) -> Talk:
-        """The last sums of a problem."""
+    short = min(SHORT, sums)
+
+    def talk(draw: random.Random, length: int = 0) -> Talk:
+        """The last sums of a problem; as many as the problems of training have where `length` is 0."""
         digits = draw.randrange(10), draw.randrange(10), draw.randrange(10)
+        length = length or (draw.randint(short, sums) if varied else sums)
         problem = DigitProblem(digits, sums - length + 1, sums)
         return Talk(prompt(problem), [solution(problem, draw)[0]], [])
 
     # Zeros stay zeros.
     starts: list[tuple[int, int, int]] = list(product(range(10), range(10), range(10)))[1:]
-    random.Random(f"{seed} problems").shuffle(starts)
-    records = [record(DigitProblem(digits, 1, sums)) for digits in starts]
+    draw = random.Random(f"{seed} problems")
+    draw.shuffle(starts)
+    last_first = sums - short + 1 if varied else 1
+    records = [record(DigitProblem(digits, draw.randint(1, last_first), sums)) for digits in starts]
     files = {"prompts.jsonl": records[NUM_HELD_OUT:], "eval.jsonl": records[:NUM_HELD_OUT]}
-    parts = [LessonPart(partial(talk, length=min(SHORT, sums)), 32, share=0.6), LessonPart(talk, 12, share=0.4)]
+    parts = [LessonPart(partial(talk, length=short), 32, share=0.6), LessonPart(talk, 12, share=0.4)]
     lengths = {"prompt_length": 2 * SPARE_TOKENS, "response_length": 6 * sums + SPARE_TOKENS}
     sizes = {
         "hidden_size": hidden,

@@ -46,7 +46,7 @@ def verdict(results: dict[str, Any], start: str) -> str:
 
 
 def test_without_results_no_claim_has_a_verdict() -> None:
-    assert {claim.verdict for claim in claims({})} == {NOT_RUN, "could not be tested"}
+    assert {claim.verdict for claim in claims({})} == {NOT_RUN}
     assert {claim.figures for claim in claims({}) if claim.verdict == NOT_RUN} == {"-"}
 
 
@@ -97,6 +97,40 @@ def test_noise_is_judged_at_the_largest_sigma_that_both_have() -> None:
     assert verdict(results, start) == "did not hold"
 
 
+def test_routing_replay_is_judged_over_the_seeds_that_all_four_kinds_have() -> None:
+    rewards = {("gspo", "none"): 0.8, ("gspo", "learner"): 0.82, ("grpo", "none"): 0.5, ("grpo", "learner"): 0.7}
+    results = {
+        f"{algorithm}-{routing}-{seed}": result(
+            algorithm,
+            reward,
+            experiment="routing",
+            arm="mixture",
+            seed=seed,
+            algorithm_keys={"routing_replay": routing},
+        )
+        for (algorithm, routing), reward in rewards.items()
+        for seed in (0, 1)
+    }
+    start = "Routing replay helps GRPO"
+    assert verdict(results, start) == "held"
+    results["grpo-learner-1"]["series"]["reward_mean"] = [0.1] * 12
+    assert verdict(results, start) == "did not hold"
+    del results["gspo-none-1"]
+    assert verdict(results, start) == "held"
+    del results["gspo-learner-0"]
+    assert verdict(results, start) == NOT_RUN
+
+
+@pytest.mark.parametrize(("scaled", "expected"), [(0.57, "held"), (0.55, "did not hold")])
+def test_the_scaled_clip_is_compared_with_the_fixed_one(scaled: float, expected: str) -> None:
+    keys = {"pg_clip_reference_length": 245}
+    results = {
+        "clip-fixed-s0": result("gspo", 0.6, experiment="clip"),
+        "clip-scaled-s0": result("gspo", scaled, experiment="clip", algorithm_keys=keys),
+    }
+    assert verdict(results, "A clip scaled by length") == expected
+
+
 def test_the_best_rate_waits_for_every_run_of_the_grid() -> None:
     results = {grid_name("dense", "gspo", rate): result("gspo", reward) for rate, reward in ((3e-5, 0.2), (1e-4, 0.6))}
     with pytest.raises(MeasurementError, match=r"dense-gspo-0\.0003-s0"):
@@ -108,7 +142,7 @@ def test_the_best_rate_waits_for_every_run_of_the_grid() -> None:
 
 def test_every_experiment_is_declared_and_patterns_choose_its_runs() -> None:
     runs = declared_runs()
-    assert {run.experiment for run in runs.values()} == {"ratio", "noise", "lag", "updates"}
+    assert {run.experiment for run in runs.values()} == {"ratio", "noise", "lag", "updates", "routing", "clip"}
     assert chosen_names("lag-4-*,dense-gspo-0.0001-s0", list(runs)) == [
         "dense-gspo-0.0001-s0",
         "lag-4-inference",
@@ -152,7 +186,7 @@ def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_ou
     results = {"dense-gspo-0.0001-s0": result("gspo", 0.8), "dense-grpo-0.0001-s0": result("grpo", 0.4)}
     page = write_page(results, SCALES["small"], tmp_path / "long.md").read_text()
     first = page.partition("-->")[2].strip()
-    assert first.startswith("Of 13 claims: 2 held, 1 did not hold, 9 not run yet, 1 could not be tested.")
+    assert first.startswith("Of 14 claims: 2 held, 1 did not hold, 11 not run yet.")
     assert "| dense-gspo-0.0001-s0, 0.0001 | 0.100 | 0.900 | 0.800 | 0.800 | 50.00% |" in page
     assert "Times are left out: other work took up to 90% of the machine" in page
     assert "s a step" not in page
@@ -163,4 +197,4 @@ def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_ou
 
 def test_the_page_can_be_written_before_any_run(tmp_path: Path) -> None:
     page = write_page({}, SCALES["small"], tmp_path / "long.md").read_text()
-    assert "Of 13 claims: 12 not run yet, 1 could not be tested." in page
+    assert "Of 14 claims: 14 not run yet." in page
