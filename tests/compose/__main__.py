@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import urllib.error
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -112,8 +113,24 @@ def shut_off(docker: Docker, reward: str) -> None:
     assert not [host for host in outside if reaches(reward, host)], f"the reward service reaches one of {outside}"
 
 
+def chat(house: ComposeProject) -> None:
+    """The gateway, started beside the second generator, answers with the policy that trains."""
+    call = {"model": "policy", "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}
+    path = "/v1/chat/completions"
+    reply = until("an answer of the gateway", lambda: house.ask("GSPO_GATEWAY_PORT", path, body=call), 120)
+    assert reply["usage"]["completion_tokens"] > 0, reply
+    try:
+        house.ask("GSPO_GATEWAY_PORT", path, body=call, token="wrong")
+    except urllib.error.HTTPError as error:
+        assert error.code == 401, error
+    else:
+        raise AssertionError("the gateway let a wrong token in")
+    report_progress(f"the gateway answered: {reply['choices'][0]['message']['content']!r}")
+
+
 def scale(house: ComposeProject, services: list[str]) -> None:
-    """A second generator and scorer join, under names of their own, and both generate."""
+    """A second generator and scorer join, under names of their own, and both generate; a gateway starts meanwhile."""
+    house.as_documented("docker compose --profile gateway up -d --build", "--no-deps", "--no-recreate", "gateway")
     start(house, services, "docker compose up -d --scale generation=2 --scale reward=2")
 
     def both() -> list[str] | None:
@@ -173,7 +190,11 @@ def watched(house: ComposeProject) -> None:
 
     def all_up() -> dict[str, float] | None:
         found = house.query("sum by (job) (up)")
-        return found if found.keys() >= set(SERVICES) and found["generation"] == 2 and min(found.values()) > 0 else None
+        return (
+            found
+            if found.keys() >= {*SERVICES, "gateway"} and found["generation"] == 2 and min(found.values()) > 0
+            else None
+        )
 
     up = until("all targets in Prometheus", all_up, 60)
     # A learner that was started again serves its step from the next one on.
@@ -185,7 +206,8 @@ def finish(house: ComposeProject) -> None:
     """The run ends by itself: every service with exit code 0."""
 
     def ended() -> dict[str, int] | None:
-        states = {c: house.docker.inspect(c)["State"] for service in SERVICES for c in house.docker.containers(service)}
+        containers = [c for service in (*SERVICES, "gateway") for c in house.docker.containers(service)]
+        states = {c: house.docker.inspect(c)["State"] for c in containers}
         return None if any(s["Running"] for s in states.values()) else {c: s["ExitCode"] for c, s in states.items()}
 
     codes = until("the end of the run", ended, 420)
@@ -217,7 +239,8 @@ def results(house: ComposeProject, folder: Path) -> None:
 @contextmanager
 def project(environment: dict[str, str]) -> Iterator[ComposeProject]:
     """A compose project of its own with ports of its own; nothing of it is left behind."""
-    names = ("GSPO_PORT", "GSPO_REWARD_PORT", "GSPO_PROMETHEUS_PORT", "GSPO_GRAFANA_PORT")
+    kinds = ("", "REWARD_", "GATEWAY_", "PROMETHEUS_", "GRAFANA_")
+    names = [f"GSPO_{kind}PORT" for kind in kinds]
     with ExitStack() as probes:
         sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
         ports = dict(zip(names, (one.getsockname()[1] for one in sockets), strict=True))
@@ -226,9 +249,8 @@ def project(environment: dict[str, str]) -> Iterator[ComposeProject]:
     try:
         yield ComposeProject(docker, own["COMPOSE_PROJECT_NAME"], ports)
     finally:
-        docker.compose(
-            "--profile", "tools", "down", "-v", "--timeout", "20", "--remove-orphans", timeout_s=180, check=False
-        )
+        everything = ("--profile", "tools", "--profile", "gateway")
+        docker.compose(*everything, "down", "-v", "--timeout", "20", "--remove-orphans", timeout_s=180, check=False)
         left = docker.run(
             "ps", "-a", "-q", "--filter", f"label=com.docker.compose.project={own['COMPOSE_PROJECT_NAME']}"
         )
@@ -255,6 +277,7 @@ def story(house: ComposeProject) -> None:
         generator_with_another_token(house, folder)
         report_progress("a generator with another token is named by both sides, and the run goes on without it")
         scale(house, services)
+        chat(house)
         kill(house, "generation")
         kill(house, "learner")
         watched(house)

@@ -66,12 +66,11 @@ class ComposeProject:
     def address(self, port: str) -> str:
         return f"http://127.0.0.1:{self._ports[port]}"
 
-    def ask(self, port: str, path: str, *, post: bool = False) -> Any:
-        """The JSON of one call."""
-        headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
-        request = urllib.request.Request(
-            self.address(port) + path, headers=headers, method="POST" if post else "GET", data=b"" if post else None
-        )
+    def ask(self, port: str, path: str, *, post: bool = False, body: object = None, token: str | None = None) -> Any:
+        """The JSON of one call; one with a body is a POST."""
+        headers = {"authorization": f"Bearer {token or self.token}", "content-type": "application/json"}
+        data = json.dumps(body).encode() if body is not None else b"" if post else None
+        request = urllib.request.Request(self.address(port) + path, headers=headers, data=data)
         with urllib.request.urlopen(request, timeout=10) as reply:
             return json.load(reply)
 

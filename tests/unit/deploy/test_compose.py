@@ -24,14 +24,15 @@ from gspo.common.host.machine import GENERATORS_PER_GPU
 from gspo.common.service import options as options_module
 from gspo.common.service.module_command import module_command
 from gspo.common.service.options import Options, parse_options
-from gspo.common.streams.keys import SERVICES
+from gspo.common.streams.keys import GATEWAY, SERVICES
 from tests.support.service_process import make_run
 
 ROOT = Path(__file__).parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 CONTAINERS: dict[str, Any] = COMPOSE["services"]
 GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
-OURS = (*SERVICES, "secrets", "prepare", "proxy", "gspo")
+STARTED = (*SERVICES, GATEWAY)
+OURS = (*STARTED, "secrets", "prepare", "proxy", "gspo")
 HTTP_PORT = 8000
 
 
@@ -51,11 +52,12 @@ def options_of(service: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_containers_are_the_services_and_what_they_need() -> None:
     assert set(CONTAINERS) == {*OURS, "redis", "prometheus", "grafana"}
-    # Only what a person calls by name is not started by `up`.
-    assert [name for name, container in CONTAINERS.items() if "profiles" in container] == ["gspo"]
+    # Only what a person asks for is not started by `up`.
+    profiles = {name: container["profiles"] for name, container in CONTAINERS.items() if "profiles" in container}
+    assert profiles == {"gateway": ["gateway"], "gspo": ["tools"]}
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", STARTED)
 def test_a_service_starts_by_the_command_that_gspo_run_uses(
     service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,11 +69,11 @@ def test_a_service_starts_by_the_command_that_gspo_run_uses(
     options = options_of(service, config.run_dir, monkeypatch)
     assert (options.host, options.http_port, options.stay) == ("0.0.0.0", HTTP_PORT, True)
     # Replicas are told apart; of the others there is one, which keeps its name.
-    replicated = service in ("generation", "reward")
+    replicated = service in ("generation", "reward", "gateway")
     assert options.name == (f"{service}-4f1c2d3e4a5b" if replicated else f"{service}-0")
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("service", STARTED)
 def test_every_service_waits_for_redis_and_for_the_run_directory(service: str) -> None:
     container = CONTAINERS[service]
     assert container["depends_on"]["redis"]["condition"] == "service_healthy"
@@ -117,7 +119,7 @@ def test_what_user_code_may_ask_of_the_kernel_is_less_than_all() -> None:
 
 
 def test_secrets_come_as_files() -> None:
-    for name in SERVICES:
+    for name in STARTED:
         (mounted,) = [volume for volume in CONTAINERS[name]["volumes"] if ":/secrets" in volume]
         assert mounted.endswith(":ro")
         assert not [key for key in CONTAINERS[name]["environment"] if re.search("TOKEN|PASSWORD|SECRET", key)]
@@ -128,16 +130,17 @@ def test_secrets_come_as_files() -> None:
 
 
 def test_healthy_means_ready() -> None:
-    for service in SERVICES:
+    for service in STARTED:
         assert f"127.0.0.1:{HTTP_PORT}/readyz" in CONTAINERS[service]["healthcheck"]["test"][-1]
 
 
 def test_the_page_names_whom_up_waits_for() -> None:
     """Compose waits for a health check where there is one, and for the start of everybody else."""
-    checked = {name for name, container in CONTAINERS.items() if "healthcheck" in container}
+    asked_for = {name for name, container in CONTAINERS.items() if "profiles" in container}
+    checked = {name for name, container in CONTAINERS.items() if "healthcheck" in container} - asked_for
     assert checked == {*SERVICES, "redis", "proxy"}
-    ran_once = {"secrets", "prepare", "gspo"}
-    started = " and ".join(sorted(name.capitalize() for name in set(CONTAINERS) - checked - ran_once))
+    ran_once = {"secrets", "prepare"}
+    started = " and ".join(sorted(name.capitalize() for name in set(CONTAINERS) - checked - ran_once - asked_for))
     page = (ROOT / "docs/deployment.md").read_text()
     assert f"Redis, the four services and the proxy; {started} start then" in page
 
@@ -146,7 +149,7 @@ def test_the_proxy_is_healthy_when_it_takes_calls() -> None:
     check = CONTAINERS["proxy"]["healthcheck"]["test"]
     assert check[:3] == ["CMD", "python", "-c"]
     ports = [int(port.rpartition(":")[2]) for port in CONTAINERS["proxy"]["ports"]]
-    places = "(8080, 8081)"
+    places = "(8080, 8081, 8082)"
     assert str(tuple(ports)) == places
     with ExitStack() as listening:
         given = [listening.enter_context(closing(socket.create_server(("127.0.0.1", 0)))) for _ in ports]
@@ -158,7 +161,7 @@ def test_the_proxy_is_healthy_when_it_takes_calls() -> None:
 
 
 def test_a_container_is_given_the_time_that_a_drain_takes() -> None:
-    for service in SERVICES:
+    for service in STARTED:
         grace = int(CONTAINERS[service]["stop_grace_period"].removesuffix("s"))
         assert grace > RunConfig().drain_timeout_s
 
@@ -181,7 +184,13 @@ def test_the_proxy_routes_to_every_service_with_an_http_api() -> None:
     bound = set(re.findall(r"^  bind :(\d+)$", config, re.MULTILINE))
     assert bound == {port.rpartition(":")[2] for port in CONTAINERS["proxy"]["ports"]}
     servers = dict(re.findall(r"^  server-template \w+ \d+ (\w+):(\d+)$", config, re.MULTILINE))
-    assert servers == {"coordinator": str(HTTP_PORT), "reward": str(HTTP_PORT)}
+    assert servers == dict.fromkeys(("coordinator", "reward", "gateway"), str(HTTP_PORT))
+
+
+def test_prometheus_scrapes_every_service() -> None:
+    (job,) = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    (scraped,) = job["dns_sd_configs"]
+    assert (set(scraped["names"]), scraped["port"]) == (set(STARTED), HTTP_PORT)
 
 
 @pytest.mark.parametrize("service", ["generation", "learner"])

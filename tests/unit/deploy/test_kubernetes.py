@@ -24,13 +24,15 @@ from gspo.common.errors import EXIT_BAD_INPUT
 from gspo.common.service import options as options_module
 from gspo.common.service.module_command import module_command
 from gspo.common.service.options import parse_options
-from gspo.common.streams.keys import SERVICES
+from gspo.common.streams.keys import GATEWAY
+from gspo.common.streams.keys import SERVICES as ALWAYS
 from gspo.common.telemetry import metrics
 from tests.support.service_process import make_run
 
 KUBERNETES = Path(__file__).parents[3] / "deploy/kubernetes"
 OVERLAYS = ("cpu", "gpu", "multi-node")
 VERSION = "1.31"
+SERVICES = (*ALWAYS, GATEWAY)
 PODS = (*SERVICES, "redis", "prepare")
 Documents = dict[tuple[str, str], dict[str, Any]]
 
@@ -186,9 +188,23 @@ def test_redis_is_reached_by_the_services_alone(rendered: dict[str, Documents]) 
 
 def test_calls_between_services_are_let_through(rendered: dict[str, Documents]) -> None:
     documents = rendered["cpu"]
-    for caller, called in (("learner", "generation"), ("coordinator", "learner"), ("generation", "reward")):
+    for caller, called in (
+        ("learner", "generation"),
+        ("coordinator", "learner"),
+        ("generation", "reward"),
+        ("gateway", "generation"),
+    ):
         assert (called, (8001,)) in allowed(documents, "egress", caller)
         assert (caller, (8001,)) in allowed(documents, "ingress", called)
+
+
+def test_gateways_are_started_by_who_wants_them(rendered: dict[str, Documents]) -> None:
+    documents = rendered["gpu"]
+    assert documents["Deployment", "gspo-gateway"]["spec"]["replicas"] == 0
+    (container,) = pod(documents, "Deployment", "gspo-gateway")["containers"]
+    # The build for CPUs: it starts without a GPU.
+    assert container["image"].startswith("gspo-gateway:")
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
 
 
 def test_everything_else_is_refused(rendered: dict[str, Documents]) -> None:
