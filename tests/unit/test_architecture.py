@@ -17,13 +17,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "services"
-SERVICES = ("agents", "coordinator", "gateway", "generation", "learner", "reward", "tracking")
+SERVICES = ("agents", "coordinator", "gateway", "generation", "learner", "reward", "tracking", "view")
 # What every package may import; runlog imports none of ours.
 SHARED = ("common", "runlog")
 # Programs for any machine, which import none of ours either; the command line has one of them.
 ANYWHERE = ("gspo.agents.player", "gspo.agents.worker")
 # Agents of a run have the launcher of the reward service's sandboxes, with a profile of their own.
 LAUNCHER = "gspo.reward.sandbox"
+# The page of a run, which the command line serves.
+PAGE = "gspo.view"
 # The one file that may import DeepSpeed.
 DEEPSPEED_FILE = "services/gspo/learner/training/policy_engine.py"
 # A program that the reward service starts where a reward model is asked for; nothing imports it.
@@ -36,6 +38,7 @@ WITHOUT_TORCH = (
     "services/gspo/tracking",
     "services/gspo/runlog",
     "services/gspo/cli",
+    "services/gspo/view",
 )
 # The sandbox knows none of the others, the HTTP API may use all.
 REWARD_LAYERS = ("sandbox", "registry", "functions", "submissions", "scoring", "http_api")
@@ -97,7 +100,9 @@ def _foreign_services(path: str, imported: set[str]) -> Iterator[str]:
             _module(path).startswith(ANYWHERE) and name.startswith("gspo") and not name.startswith(ANYWHERE)
         ):
             yield f"{_module(path)} imports {name}: libraries for others, of the standard library and pyarrow or httpx"
-        elif (service == "agents" and name.startswith(LAUNCHER)) or (service == "cli" and name.startswith(ANYWHERE)):
+        elif (service == "agents" and name.startswith(LAUNCHER)) or (
+            service == "cli" and name.startswith((*ANYWHERE, PAGE))
+        ):
             continue
         elif service and other and other not in (service, *SHARED):
             yield f"gspo.{service} imports {name}: another service"

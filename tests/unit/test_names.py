@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ALLOWED = Path(__file__).with_name("names_allowed.txt")
 ROOTS = ("services", "gspo_core", "tests", "benchmarks", "examples", "deploy")
-SERVICES = ("agents", "cli", "coordinator", "gateway", "generation", "learner", "reward", "tracking")
+SERVICES = ("agents", "cli", "coordinator", "gateway", "generation", "learner", "reward", "tracking", "view")
 MAX_MODULES = 12
 # In a name, as one of its parts.
 FORBIDDEN = {

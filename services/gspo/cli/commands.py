@@ -195,6 +195,23 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.")]) -> N
 
 
 @app.command()
+def view(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 picks a free one.")] = 8090,
+) -> None:
+    """Serve a page of a run's rollouts on this machine, finished or live, read only, until Ctrl-C.
+
+    Example: [bold]gspo view runs/my-run[/]
+    """
+    from gspo.cli.rundir.start import check_run_dir
+
+    check_run_dir(run_dir)
+    from gspo.view.page_server import serve_page  # after the check: DuckDB and the web framework take a second
+
+    serve_page(run_dir, port, lambda url: Console().print(url, highlight=False))
+
+
+@app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder for the example.")],
     model: Annotated[str, typer.Option(help="Model folder, or its name on a hub.")] = "Qwen/Qwen3-0.6B",

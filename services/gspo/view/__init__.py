@@ -1,0 +1,1 @@
+"""A read-only web page of a run's step log; it needs the run directory alone."""

@@ -1,0 +1,173 @@
+"""The page of a run: rollouts, a group, a rollout. GET alone; everything that a reader chose is in the URL.
+
+The texts are a model's, so templates escape everything, and the page may load nothing but its style sheet. Hosts and
+origins are checked in common/network/http_server.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+import duckdb
+from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi import Path as InPath
+from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.middleware.base import RequestResponseEndpoint
+
+from gspo.view.log_query import PAGE_ROWS, SORTS, LogQuery, filter_of
+from gspo.view.page_text import COLOURS, LEGENDS, MAX_CHARS, MAX_TOKENS, coloured_tokens, token_decoder, visible
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+_WHOLE = ("prompt", "text", "failure", "turns_json", "messages_json", "columns_json")
+Place = Annotated[int, InPath(ge=0, lt=2**31)]
+GroupId = Annotated[int, InPath(ge=0, lt=2**63)]
+
+
+def make_page(run_dir: Path, name: str, tokenizer_folders: list[Path]) -> FastAPI:
+    """The app of a run directory.
+
+    Args:
+        name: Of the run, for the heading.
+        tokenizer_folders: Where its tokenizer may be.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    log, page = LogQuery(run_dir / "log"), _renderer(name)
+    _add_answers(app, page)
+
+    @cache
+    def decoder() -> Callable[[int], str] | None:
+        return token_decoder(tokenizer_folders)
+
+    @app.get("/style.css")
+    def style() -> FileResponse:
+        return FileResponse(_TEMPLATES / "style.css", media_type="text/css")
+
+    @app.get("/")
+    def rollouts(request: Request) -> HTMLResponse:
+        query = dict(request.query_params)
+        chosen = filter_of(query)
+        total, rows = log.rollouts(chosen)
+        link = _link_maker(query)
+        return page("rollouts.html", rows=rows, total=total, query=query, chosen=chosen, link=link, size=PAGE_ROWS)
+
+    @app.get("/steps/{step}/groups/{group}")
+    def group_page(step: Place, group: GroupId) -> HTMLResponse:
+        rows = log.group(step, group)
+        if not rows:
+            raise HTTPException(404, f"the log has no group {group} in step {step}")
+        return page("group.html", rows=rows, step=step, group=group)
+
+    @app.get("/steps/{step}/groups/{group}/{number}")
+    def rollout_page(
+        step: Place, group: GroupId, number: Place, colour: str = "logp", start: Annotated[int, Query(ge=0)] = 0
+    ) -> HTMLResponse:
+        row = _existing(log.rollout(step, group, number))
+        if colour not in COLOURS:
+            raise HTTPException(400, f"colour must be one of {', '.join(COLOURS)}")
+        tokens = coloured_tokens(row, colour, start, decoder())
+        chat = _pretty(row.get("turns_json"))
+        parts = json.loads(row["parts_json"] or "[]")
+        return page(
+            "rollout.html", row=row, tokens=tokens, colour=colour, start=start, chat=chat, parts=parts,
+            times=_times(row), decoded=decoder() is not None,
+        )  # fmt: skip
+
+    @app.get("/steps/{step}/groups/{group}/{number}/{column}")
+    def whole_text(step: Place, group: GroupId, number: Place, column: str) -> PlainTextResponse:
+        row = _existing(log.rollout(step, group, number))
+        if column not in _WHOLE:
+            raise HTTPException(404, f"give one of {', '.join(_WHOLE)}")
+        return PlainTextResponse(visible(row.get(column) or ""))
+
+    return app
+
+
+def _existing(row: dict[str, Any] | None) -> dict[str, Any]:
+    if row is None:
+        raise HTTPException(404, "the log has no such rollout")
+    return row
+
+
+def _add_answers(app: FastAPI, page: Callable[..., HTMLResponse]) -> None:
+    """Headers of every answer, and pages for errors."""
+
+    @app.middleware("http")
+    async def add_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        answer = await call_next(request)
+        answer.headers.update(_HEADERS)
+        return answer
+
+    @app.exception_handler(HTTPException)
+    def refused(_request: Request, error: HTTPException) -> HTMLResponse:
+        return page("error.html", status=error.status_code, message=error.detail)
+
+    @app.exception_handler(ValueError)
+    def bad_value(_request: Request, error: ValueError) -> HTMLResponse:
+        return page("error.html", status=400, message=str(error))
+
+    @app.exception_handler(duckdb.Error)
+    def unreadable(_request: Request, error: duckdb.Error) -> HTMLResponse:
+        text = f"the log cannot be read now; load the page again ({str(error)[:300]})"
+        return page("error.html", status=503, message=text)
+
+
+def _renderer(name: str) -> Callable[..., HTMLResponse]:
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        visible=visible,
+        cut=lambda text: visible(text[:MAX_CHARS]),
+        figure=lambda value: "none" if value is None else f"{value:.4g}",
+    )
+    environment.globals.update(
+        run_name=name, sorts=list(SORTS), legends=LEGENDS, max_chars=MAX_CHARS, max_tokens=MAX_TOKENS
+    )
+
+    def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
+        return HTMLResponse(environment.get_template(template).render(**values), status)
+
+    return page
+
+
+def _link_maker(query: dict[str, str]) -> Callable[..., str]:
+    def link(**changes: Any) -> str:
+        return "/?" + urlencode({name: value for name, value in (query | changes).items() if value != ""})
+
+    return link
+
+
+def _pretty(turns_json: str | None) -> str:
+    """The conversation as indented JSON; empty for a single answer."""
+    return json.dumps(json.loads(turns_json), indent=2, ensure_ascii=False) if turns_json else ""
+
+
+def _times(row: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Parts of the way in sequence: name, seconds since the group was issued, seconds of the part."""
+    names = {"wait for a generator": "started", "sampling": "finished", "scoring and its wait": "scored"}
+    times: list[tuple[str, float, float]] = []
+    before = row["issued_unix_s"]
+    for what, end in names.items():
+        after = row[f"{end}_unix_s"]
+        if before is None or after is None:
+            return times
+        times.append((what, before - row["issued_unix_s"], max(0.0, after - before)))
+        before = after
+    return times

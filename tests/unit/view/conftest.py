@@ -1,0 +1,5 @@
+"""Rollouts for a step log."""
+
+from tests.unit.learner.conftest import scored
+
+__all__ = ["scored"]

@@ -1,0 +1,136 @@
+"""The page of a run over real step files: filters, links, hostile texts, foreign hosts and pages, no other file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from gspo.common.network.http_server import HttpGuard
+from gspo.learner.assembly.rows import row_from_scored
+from gspo.learner.storage.step_log import StepLog
+from gspo.view.http_api import make_page
+from gspo.view.log_query import LogQuery, filter_of
+from gspo.view.page_text import coloured_tokens, visible
+from tests.support.tiny_model import make_tiny_model
+
+HOSTILE = "<script>alert(1)</script>\u202edrow\x1b[31m\x00"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, scored) -> Path:
+    (tmp_path / "log").mkdir()
+    log = StepLog(tmp_path / "log")
+    for step in (1, 2):
+        rows = [
+            replace(
+                row_from_scored(scored(10 * step, number, reward=number / 4)),
+                step=step,
+                advantage=number - 1.5,
+                mini_batch=0,
+                text=f"{HOSTILE} answer {number}",
+                outcome="eos" if number else "truncated",
+            )
+            for number in range(4)
+        ]
+        log.write(step, rows)
+    return tmp_path
+
+
+@pytest.fixture
+def client(run_dir: Path) -> TestClient:
+    page = make_page(run_dir, "small <b>", [make_tiny_model(run_dir / "model")])
+    return TestClient(HttpGuard(page, ["127.0.0.1"]), base_url="http://127.0.0.1:8090")
+
+
+def test_rollouts_are_filtered_sorted_and_linked(client: TestClient) -> None:
+    text = client.get("/").text
+    assert "8 rollouts" in text
+    assert "/steps/2/groups/20/3" in text
+    text = client.get("/?step=1&reward_min=0.5&sort=reward&dir=asc&generator=").text
+    assert "2 rollouts" in text
+    assert text.index("/steps/1/groups/10/2") < text.index("/steps/1/groups/10/3")
+    assert "2 rollouts" in client.get("/", params={"outcome": "truncated"}).text
+    assert "2 rollouts" in client.get("/", params={"q": "answer 2"}).text
+    assert "0 rollouts" in client.get("/", params={"q": "' OR true --"}).text
+
+
+@pytest.mark.parametrize("query", ["step=x", "reward_min=nan", "sort=text", "page=0", "page=99999999999999999999"])
+def test_a_bad_value_is_refused_with_its_key(client: TestClient, query: str) -> None:
+    answer = client.get(f"/?{query}")
+    assert answer.status_code == 400
+    assert f"{query.partition('=')[0]} is" in answer.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/steps/1/groups/10", "/steps/1/groups/10/1", "/steps/1/groups/10/1?colour=mask"]
+)
+def test_hostile_texts_are_harmless(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 200
+    assert "<script" not in answer.text
+    assert "small &lt;b&gt;" in answer.text
+    assert not {"\u202e", "\x1b", "\x00"} & set(answer.text)
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'; style-src 'self'")
+    if "groups" in path:
+        assert "⟦U+202E⟧" in answer.text
+
+
+def test_a_long_text_is_cut_with_a_link_to_the_whole(client: TestClient, run_dir: Path) -> None:
+    log = StepLog(run_dir / "log")
+    log.write(3, [replace(log.read(1)[0], step=3, text="long " * 400_000)])
+    page = client.get("/steps/3/groups/10")
+    assert len(page.text) < 20_000
+    assert "/steps/3/groups/10/0/text" in page.text
+    whole = client.get("/steps/3/groups/10/0/text")
+    assert whole.headers["content-type"].startswith("text/plain")
+    assert len(whole.text) == 2_000_000
+
+
+def test_other_hosts_pages_and_methods_are_refused(client: TestClient) -> None:
+    assert client.get("/", headers={"host": "attacker.example"}).status_code == 421
+    assert client.get("/", headers={"origin": "http://attacker.example"}).status_code == 403
+    assert client.get("/", headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}).status_code == 403
+    assert client.post("/", json={}).status_code == 405
+    assert client.get("/openapi.json").status_code == 404
+
+
+def test_missing_rollouts_and_an_empty_log_are_pages(client: TestClient, run_dir: Path) -> None:
+    for path in ("/steps/9/groups/10", "/steps/1/groups/10/9", "/steps/1/groups/10/1/token_ids"):
+        assert client.get(path).status_code == 404
+    for path in (run_dir / "log").iterdir():
+        path.unlink()
+    assert "0 rollouts" in client.get("/").text
+
+
+def test_duckdb_reads_the_log_alone(run_dir: Path) -> None:
+    (run_dir / "secret.json").write_text(json.dumps({"token": 1}))
+    query = LogQuery(run_dir / "log")
+    assert query.rollouts(filter_of({}))[0] == 8
+    for sql in (f"FROM read_json('{run_dir}/secret.json')", "SET enable_external_access = true"):
+        with pytest.raises(duckdb.Error):
+            query._connection.execute(sql)
+
+
+def test_tokens_have_a_shade_for_log_prob_version_and_mask() -> None:
+    row = {
+        "token_ids": [1, 2, 3],
+        "logp": np.log([0.95, 0.3, 1.0]).tolist(),
+        "version": [7, 4, -1],
+        "mask": [True, False, False],
+    }
+    shades = {
+        colour: [token["shade"] for token in coloured_tokens(row, colour, 0, None)]
+        for colour in ("logp", "version", "mask")
+    }
+    assert shades == {
+        "logp": ["shade-0", "shade-2", "context"],
+        "version": ["shade-0", "shade-3", "context"],
+        "mask": ["shade-0", "context", "context"],
+    }
+    assert visible("a\nb\u2066") == "a\nb⟦U+2066⟧"
