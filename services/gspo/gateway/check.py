@@ -13,15 +13,15 @@ def check(config: Config) -> None:
     Raises:
         InputError: Names the key.
     """
-    from transformers import AutoTokenizer  # here: with replicas 0 nothing is checked
+    from transformers import AutoTokenizer  # here: without a gateway nothing is checked
 
     folder = model_folder(config.model)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     if not tokenizer.chat_template:
         raise InputError(
-            "gateway.replicas",
-            f"{config.gateway.replicas} serves chats, and the model in {folder} has no chat template",
-            "Add chat_template to its tokenizer files, or set gateway.replicas: 0",
+            "model.path",
+            f"{folder} has no chat template, and a gateway serves chats",
+            "Add chat_template to its tokenizer files, or start no gateway (gateway.replicas: 0)",
         )
     _check_parsers(config)
 
