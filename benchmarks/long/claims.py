@@ -13,7 +13,7 @@ from benchmarks.harness.section import Record
 from benchmarks.long.declared_runs import ARMS, CLIPS, DENOMINATORS, LAGS, LAST, RATES, ROUTINGS, last_reward
 from benchmarks.moe.comparison_run import COMPARED
 
-CONFIRMED, FAILED, NOT_RUN = "held", "did not hold", "not run yet"
+CONFIRMED, FAILED, NOT_RUN = "confirmed", "not confirmed", "not run yet"
 # A difference of mean rewards below this is none: two standard errors of 640 answers at a share of a half.
 NOISE = 0.04
 _MANY_TIMES, _COLLAPSE = 10.0, 0.5

@@ -50,7 +50,7 @@ def test_without_results_no_claim_has_a_verdict() -> None:
     assert {claim.figures for claim in claims({}) if claim.verdict == NOT_RUN} == {"-"}
 
 
-@pytest.mark.parametrize(("gspo", "expected"), [(0.60, "held"), (0.57, "held"), (0.55, "did not hold")])
+@pytest.mark.parametrize(("gspo", "expected"), [(0.60, "confirmed"), (0.57, "confirmed"), (0.55, "not confirmed")])
 def test_rewards_are_compared_up_to_two_standard_errors(gspo: float, expected: str) -> None:
     results = {"a": result("gspo", gspo), "b": result("grpo", 0.6)}
     assert verdict(results, "GSPO learns at least as much as GRPO in equal steps (dense)") == expected
@@ -71,18 +71,18 @@ def test_each_algorithm_is_compared_at_its_best_learning_rate() -> None:
 def test_a_collapse_is_a_reward_below_half_of_the_best_before() -> None:
     stable, collapsed = result("gspo", 0.8), result("grpo", 0.8)
     results = {"a": stable, "b": collapsed}
-    assert verdict(results, "GRPO collapses and GSPO does not (dense)") == "did not hold"
+    assert verdict(results, "GRPO collapses and GSPO does not (dense)") == "not confirmed"
     stable["series"]["reward_mean"] = [0.8] * 30
     collapsed["series"]["reward_mean"] = [0.8] * 20 + [0.3] * 10
-    assert verdict(results, "GRPO collapses and GSPO does not (dense)") == "held"
+    assert verdict(results, "GRPO collapses and GSPO does not (dense)") == "confirmed"
 
 
 def test_a_sequence_averages_noise_where_its_spread_falls_like_that_of_independent_tokens() -> None:
     independent = [{"tokens": n, "answers": 9, "token": 0.1, "sequence": 0.1 / n**0.5} for n in (4, 16, 64)]
     equal = [row | {"sequence": 0.1} for row in independent]
     start = "A sequence's ratio averages the engine's mismatch over its tokens (dense)"
-    assert verdict({"a": result("gspo", 0.5, mismatch=independent)}, start) == "held"
-    assert verdict({"a": result("gspo", 0.5, mismatch=equal)}, start) == "did not hold"
+    assert verdict({"a": result("gspo", 0.5, mismatch=independent)}, start) == "confirmed"
+    assert verdict({"a": result("gspo", 0.5, mismatch=equal)}, start) == "not confirmed"
 
 
 def test_noise_is_judged_at_the_largest_sigma_that_both_have() -> None:
@@ -92,9 +92,9 @@ def test_noise_is_judged_at_the_largest_sigma_that_both_have() -> None:
     for sigma, reward in ((0.01, 0.2), (0.1, 0.75)):
         results[f"gspo-{sigma}"] = result("gspo", reward, experiment="noise", sigma=sigma)
         results[f"grpo-{sigma}"] = result("grpo", 0.5, experiment="noise", sigma=sigma)
-    assert verdict(results, start) == "held"
+    assert verdict(results, start) == "confirmed"
     del results["grpo-0.1"]
-    assert verdict(results, start) == "did not hold"
+    assert verdict(results, start) == "not confirmed"
 
 
 def test_routing_replay_is_judged_over_the_seeds_that_all_four_kinds_have() -> None:
@@ -112,16 +112,16 @@ def test_routing_replay_is_judged_over_the_seeds_that_all_four_kinds_have() -> N
         for seed in (0, 1)
     }
     start = "Routing replay helps GRPO"
-    assert verdict(results, start) == "held"
+    assert verdict(results, start) == "confirmed"
     results["grpo-learner-1"]["series"]["reward_mean"] = [0.1] * 12
-    assert verdict(results, start) == "did not hold"
+    assert verdict(results, start) == "not confirmed"
     del results["gspo-none-1"]
-    assert verdict(results, start) == "held"
+    assert verdict(results, start) == "confirmed"
     del results["gspo-learner-0"]
     assert verdict(results, start) == NOT_RUN
 
 
-@pytest.mark.parametrize(("scaled", "expected"), [(0.57, "held"), (0.55, "did not hold")])
+@pytest.mark.parametrize(("scaled", "expected"), [(0.57, "confirmed"), (0.55, "not confirmed")])
 def test_the_scaled_clip_is_compared_with_the_fixed_one(scaled: float, expected: str) -> None:
     keys = {"pg_clip_reference_length": 245}
     results = {
@@ -186,7 +186,7 @@ def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_ou
     results = {"dense-gspo-0.0001-s0": result("gspo", 0.8), "dense-grpo-0.0001-s0": result("grpo", 0.4)}
     page = write_page(results, SCALES["small"], tmp_path / "long.md").read_text()
     first = page.partition("-->")[2].strip()
-    assert first.startswith("Of 14 claims: 2 held, 1 did not hold, 11 not run yet.")
+    assert first.startswith("Of 14 claims: 2 confirmed, 1 not confirmed, 11 not run yet.")
     assert "| dense-gspo-0.0001-s0, 0.0001 | 0.100 | 0.900 | 0.800 | 0.800 | 50.00% |" in page
     assert "Times are left out: other work took up to 90% of the machine" in page
     assert "s a step" not in page
