@@ -6,6 +6,7 @@ What it is not: a test of the resume of a run, which tests/unit/learner/test_rec
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -183,17 +184,32 @@ def test_a_killed_replay_goes_on_where_its_last_checkpoint_is(run_dir: Path, tmp
     assert (done.json["equal"], (out / "checkpoints").exists()) == (True, False)
 
 
+def _child(parent: int, module: str) -> int:
+    """The process that runs a module, as a child of another, as soon as it has begun."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < deadline:
+        for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            if module in Path(f"/proc/{child}/cmdline").read_text():
+                return int(child)
+        time.sleep(0.02)
+    raise TimeoutError(f"no child of {parent} runs {module} after {_TIMEOUT_S} s")
+
+
 def test_ctrl_c_stops_after_a_step_and_the_same_command_continues(run_dir: Path) -> None:
     process = subprocess.Popen(command(run_dir, "--steps", "1..6"), stdout=subprocess.PIPE, text=True)
-    metrics = run_dir / "replays" / "steps-1-6" / "log" / "metrics.jsonl"
-    deadline = time.monotonic() + _TIMEOUT_S
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    trainer = _child(process.pid, "gspo.learner.replay")
+    # Six small steps could end before the signal arrives.
+    os.kill(trainer, signal.SIGSTOP)
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    printed, _ = process.communicate(timeout=_TIMEOUT_S)
-    assert "stopping after this step, with a checkpoint" in printed
-    num_lines = len(metrics.read_text().splitlines())
-    assert process.returncode == (130 if num_lines < 6 else 0) or "Equal" in printed
+    assert process.stdout is not None
+    printed = next(line for line in process.stdout if "stopping after this step" in line)
+    assert "with a checkpoint; Ctrl-C again stops at once" in printed
+    os.kill(trainer, signal.SIGCONT)
+    process.communicate(timeout=_TIMEOUT_S)
+    assert process.returncode == 130
+    metrics = run_dir / "replays" / "steps-1-6" / "log" / "metrics.jsonl"
+    assert len(metrics.read_text().splitlines()) < 6
     done = replay(run_dir, "--steps", "1..6")
     assert done.code == 0, done.errors
     assert "Equal: 6 steps are as recorded" in done.printed

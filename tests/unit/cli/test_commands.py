@@ -40,7 +40,21 @@ from gspo.common.streams.keys import Keys
 from tests.unit.cli.step_logs import WHY, write_log
 
 Call = Callable[..., tuple[int, str, str]]
-COMMANDS = ("plan", "replay", "run", "agent", "status", "config", "export", "report", "init", "doctor", "eval", "certs")
+COMMANDS = (
+    "plan",
+    "replay",
+    "run",
+    "agent",
+    "status",
+    "config",
+    "export",
+    "report",
+    "view",
+    "init",
+    "doctor",
+    "eval",
+    "certs",
+)
 
 
 @pytest.fixture

@@ -52,8 +52,10 @@ class ReplayProcess:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         is_interrupted, is_over = False, False
         try:
-            while process.poll() is None:
+            while True:
                 try:
+                    if process.poll() is not None:
+                        break
                     if not is_over and is_enough():
                         is_over = True
                         self._stop(process)
