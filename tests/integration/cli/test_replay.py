@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -195,14 +196,22 @@ def _child(parent: int, module: str) -> int:
     raise TimeoutError(f"no child of {parent} runs {module} after {_TIMEOUT_S} s")
 
 
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def test_ctrl_c_stops_after_a_step_and_the_same_command_continues(run_dir: Path) -> None:
-    process = subprocess.Popen(command(run_dir, "--steps", "1..6"), stdout=subprocess.PIPE, text=True)
+    # A script's background starts commands with SIGINT ignored.
+    process = subprocess.Popen(
+        command(run_dir, "--steps", "1..6"), stdout=subprocess.PIPE, text=True, preexec_fn=_ignore_interrupts
+    )
     trainer = _child(process.pid, "gspo.learner.replay")
     # Six small steps could end before the signal arrives.
     os.kill(trainer, signal.SIGSTOP)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
+    assert select.select([process.stdout], [], [], _TIMEOUT_S)[0], "Ctrl-C prints nothing"
     printed = next(line for line in process.stdout if "stopping after this step" in line)
     assert "with a checkpoint; Ctrl-C again stops at once" in printed
     os.kill(trainer, signal.SIGCONT)

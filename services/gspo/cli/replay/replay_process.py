@@ -50,6 +50,9 @@ class ReplayProcess:
         command = [*module_command("gspo.learner.replay"), str(self._folder), *self._arguments]
         with self._log.open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        # A command in the background of a script begins with SIGINT ignored, so Python has no handler for it.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
         is_interrupted, is_over = False, False
         try:
             while True:
