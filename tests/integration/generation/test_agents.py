@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import numpy as np
 import openai
@@ -56,6 +57,12 @@ class Player:
         )
         return {"role": "assistant", "content": reply.choices[0].message.content}
 
+    async def claude(self, *messages: Any, temperature: float) -> Any:
+        """A message of Anthropic's API, whose client has no argument for temperatures any more."""
+        return await self.anthropic.messages.create(
+            model="policy", max_tokens=20, messages=list(messages), extra_body={"temperature": temperature}
+        )
+
     async def post(self, what: str, body: Any = None, key: str = "") -> httpx.Response:
         headers = {"authorization": f"Bearer {key or self.lease['key']}"}
         return await self.http.post(f"/v1/tasks/{self.lease['id']}/{what}", json=body or {}, headers=headers)
@@ -89,7 +96,8 @@ class AgentRun:
             **keys,
         )
         await self.redis.hset(self.keys.open, str(self._group), "{}")
-        await self.redis.xadd(self.keys.prompts, {"d": task.SerializeToString()})
+        stream = self.keys.eval_prompts if task.evaluation else self.keys.prompts
+        await self.redis.xadd(stream, {"d": task.SerializeToString()})
         return task
 
     async def lease(self, address: str = "") -> Player:
@@ -135,11 +143,11 @@ def branches(rollout: Rollout) -> list[tuple[list[int], list[int], list[int]]]:
     return parts
 
 
-def assert_log_probs(rollout: Rollout, folders: dict[int, Path]) -> None:
+def assert_log_probs(rollout: Rollout, folders: dict[int, Path], temperature: float = TEMPERATURE) -> None:
     """Every token of the policy has the log-prob of the version that it names, behind the tokens of its branch."""
     references = {version: Reference.load(folder) for version, folder in folders.items()}
     for tokens, mask, places in branches(rollout):
-        logp = {v: reference.logp(tokens[:1], tokens[1:], TEMPERATURE) for v, reference in references.items()}
+        logp = {v: reference.logp(tokens[:1], tokens[1:], temperature) for v, reference in references.items()}
         sampled = [place for place, counts in enumerate(mask) if counts]
         assert sampled
         for place in sampled:
@@ -550,3 +558,55 @@ async def test_a_worker_plays_until_the_run_ends(generator: SharedEngine, redis_
     with pytest.raises(ExceptionGroup) as away:
         await AgentWorker(agent, url, token, patience_s=0.1).run()
     assert isinstance(away.value.exceptions[0], RunUnreachableError)
+
+
+CHOSEN = {"agent": AGENT | {"sampling": "client"}}
+
+
+async def test_the_agents_temperature_is_that_of_the_rollout(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    async with started_run(generator, redis_url, tmp_path, **CHOSEN) as run:
+        await run.issue()
+        worker = await run.lease()
+        asked: dict[str, Any] = {"temperature": 1.7, "max_tokens": 30, "extra_body": {"seed": 3}}
+        first = await worker.chat(FIRST, **asked)
+        then = {"role": "user", "content": "Again."}
+        message = await worker.claude(FIRST, first, then, temperature=1.7)
+        with pytest.raises(openai.BadRequestError, match="not that of the rollout"):
+            await worker.chat(FIRST, first, then, temperature=0.5)
+        with pytest.raises(anthropic.BadRequestError, match="Set the same in every request"):
+            await worker.claude(FIRST, temperature=0.5)
+        assert message.usage.output_tokens
+        await worker.finish()
+        rollout = await run.rollout()
+        assert (rollout.num_turns, rollout.temperature) == (2, pytest.approx(1.7))
+        assert_log_probs(rollout, {generator.engine.version: generator.folder}, 1.7)
+
+
+async def test_what_has_no_log_probs_is_refused_and_evaluations_keep_their_temperature(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    async with started_run(generator, redis_url, tmp_path, **CHOSEN) as run:
+        await run.issue()
+        worker = await run.lease()
+        for keys, problem in (
+            ({"temperature": 0.0}, "agent.sampling: run"),
+            ({"temperature": 1.0, "top_p": 0.9}, "top_p cuts the distribution"),
+            ({"temperature": 1.0, "extra_body": {"top_k": 5}}, "top_k cuts the distribution"),
+            ({"temperature": 1.0, "extra_body": {"min_p": 0.1}}, "min_p cuts the distribution"),
+            ({"temperature": 1.0, "presence_penalty": 0.5}, "presence_penalty is not supported"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=problem):
+                await worker.chat(FIRST, **keys)
+        with pytest.raises(anthropic.BadRequestError, match=r"agent\.sampling: run"):
+            await worker.claude(FIRST, temperature=0.0)
+        await worker.chat(FIRST, temperature=0.6, max_tokens=4)  # a refused request chooses nothing
+        await worker.finish()
+        assert (await run.rollout()).temperature == pytest.approx(0.6)
+        task = await run.issue(evaluation="e")
+        worker = await run.lease()
+        await worker.chat(FIRST, temperature=0.0, max_tokens=4)
+        await worker.finish()
+        rollout = await run.next_entry(run.keys.eval_rollouts, Rollout.FromString)
+        assert (rollout.group, rollout.temperature) == (task.group, pytest.approx(TEMPERATURE))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -92,6 +92,11 @@ class AgentConfig(Section):
         description="Tokens of one answer; null: no limit but algorithm.response_length, which bounds all tokens of "
         "a rollout behind its first context",
         json_schema_extra=ON_RESUME,
+    )
+    sampling: Literal["run", "client"] = Field(
+        "run",
+        description="Whose temperature rollouts are sampled at: the run's, or that of the agent's requests, one in all "
+        "of a rollout; evaluations keep theirs",
     )
     max_rollouts: PositiveInt = Field(
         64, description="Rollouts that one gateway keeps open or played at a time", json_schema_extra=ON_RESUME

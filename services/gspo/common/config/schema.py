@@ -282,6 +282,12 @@ class Config(Section):
     def _sources_can_be_trained(self) -> Config:
         self.teacher.check_rewards(self.algorithm)
         self.teacher.check_temperature(self.sampling.temperature)
+        if self.teacher.address is not None and self.agent.sampling == "client":
+            raise self.wrong(
+                "agent.sampling",
+                "lets agents choose temperatures, and the log-probs of teacher.address are those of temperature 1",
+                "Leave it out, or set teacher.path in place of teacher.address",
+            )
         check_sources(self)
         return self
 

@@ -47,7 +47,7 @@ def agent_rollout(
         issued_unix_s=task.issued_unix_s,
         started_unix_s=session.began_unix_s,
         finished_unix_s=time.time(),
-        temperature=task.sampling.temperature,
+        temperature=task.sampling.temperature if session.temperature is None else session.temperature,
         episode=Episode(reward=result.reward, failure_kind=failure[0], failure=failure[1]),
     )
     if branches:

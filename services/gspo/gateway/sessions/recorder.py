@@ -23,6 +23,8 @@ from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn, mes
 from gspo_proto.agent_pb2 import TurnBegin, TurnEnd, TurnEntry, TurnTokens
 from gspo_proto.generation_pb2 import SampledTokens
 
+# Below this vLLM takes the likeliest token.
+_LEAST_TEMPERATURE = 1e-5
 # Of the HTTP request that runs now, if it is an agent's; the HTTP server sets it.
 recorder_of_request: ContextVar[Recorder | None] = ContextVar("recorder_of_request", default=None)
 
@@ -101,10 +103,14 @@ class Recorder:
         """Write the beginning of the turn; returns the sampling of the run in place of the client's.
 
         Raises:
-            VLLMValidationError: The rollout has used up its tokens, or has ended.
+            VLLMValidationError: The rollout has used up its tokens, or has ended; under agent.sampling: client, the
+                client's sampling cannot be trained on.
         """
         if self.begin is None:
             raise VLLMValidationError("an agent's key is for requests of one text or chat", parameter="prompt")
+        is_client = self.config.agent.sampling == "client" and not self.session.task.evaluation
+        if is_client:
+            await self._check_sampling(params)
         sampling = self.session.task.sampling
         algorithm, num_free = self.config.algorithm, sampling.max_tokens - self._num_behind
         most = min(params.max_tokens or num_free, self.config.agent.answer_tokens or num_free, num_free)
@@ -117,9 +123,32 @@ class Recorder:
             raise VLLMValidationError(f"{limit}. Finish the task", parameter="messages")
         await self._append(begin=self.begin)
         params = params.clone()
-        params.temperature, params.top_p, params.min_p = sampling.temperature, sampling.top_p, sampling.min_p
-        params.top_k, params.seed, params.max_tokens = sampling.top_k, None, self._granted
+        params.seed, params.max_tokens = None, self._granted  # with one seed a group's rollouts would be the same
+        if not is_client:
+            params.temperature, params.top_p, params.min_p = sampling.temperature, sampling.top_p, sampling.min_p
+            params.top_k = sampling.top_k
         return params
+
+    async def _check_sampling(self, params: SamplingParams) -> None:
+        """Refuse a client's sampling that is not of the policy's whole distribution at one temperature."""
+        for name, off in (("top_p", (1.0,)), ("top_k", (0, -1)), ("min_p", (0.0,))):
+            if getattr(params, name) not in off:
+                raise VLLMValidationError(
+                    f"{name} cuts the distribution, and the rollout's log-probs are of the whole one. Leave it out",
+                    parameter=name,
+                )
+        if params.temperature < _LEAST_TEMPERATURE:
+            raise VLLMValidationError(
+                "temperature 0 samples nothing that can be trained on. Set one above 0, or agent.sampling: run, under "
+                "which the run's temperature is used",
+                parameter="temperature",
+            )
+        if not await self._written(self.store.agree(self.session.key, params.temperature)):
+            raise VLLMValidationError(
+                f"temperature {params.temperature:g} is not that of the rollout's first request, and it has one. "
+                "Set the same in every request of a task",
+                parameter="temperature",
+            )
 
     async def add(self, piece: SampledTokens) -> None:
         """Save tokens.

@@ -71,6 +71,12 @@ redis.call('HSET', KEYS[1], 'free', free - granted)
 return granted
 """
 
+# ARGV: secret, temperature. Returns 1 if it is that of all the rollout's requests so far.
+_AGREE = """
+redis.call('HSETNX', KEYS[1], 'temperature', ARGV[2])
+return redis.call('HGET', KEYS[1], 'temperature') == ARGV[2] and 1 or 0
+"""
+
 # ARGV: secret, tokens that an answer did not use.
 _RETURN = "return redis.call('HINCRBY', KEYS[1], 'free', ARGV[2])"
 
@@ -79,7 +85,7 @@ _REOPEN = """
 local lease_end = redis.call('HGET', KEYS[1], 'until')
 if not lease_end or tonumber(lease_end) > tonumber(ARGV[2]) then return 0 end
 if redis.call('HEXISTS', KEYS[1], 'result') == 1 then return 0 end
-redis.call('HDEL', KEYS[1], 'secret', 'until')
+redis.call('HDEL', KEYS[1], 'secret', 'until', 'temperature')
 redis.call('DEL', KEYS[2])
 redis.call('RPUSH', KEYS[3], ARGV[1])
 return redis.call('HINCRBY', KEYS[1], 'attempt', 1)
@@ -101,6 +107,7 @@ class Session:
         key: The worker's key: the rollout's name and the secret of this attempt.
         attempt: How often the rollout was handed out, from 1.
         began_unix_s: Time at which the worker got it.
+        temperature: Of its requests, where agents choose it (agent.sampling); None before the first.
     """
 
     key: str
@@ -108,6 +115,7 @@ class Session:
     number: int
     attempt: int
     began_unix_s: float
+    temperature: float | None = None
 
     @property
     def name(self) -> str:
@@ -145,6 +153,7 @@ class SessionStore:
         self._write_script = redis.register_script(_PLAYS + _WRITE)
         self._append_script = redis.register_script(_PLAYS + _APPEND)
         self._reserve_script = redis.register_script(_PLAYS + _RESERVE)
+        self._agree_script = redis.register_script(_PLAYS + _AGREE)
         self._return_script = redis.register_script(_PLAYS + _RETURN)
         self._reopen_script = redis.register_script(_REOPEN)
 
@@ -230,6 +239,14 @@ class SessionStore:
         """
         return await self._run(self._reserve_script, key, context_tokens, answer_tokens)
 
+    async def agree(self, key: str, temperature: float) -> bool:
+        """Note the temperature of a request; returns whether all requests of the rollout have had it.
+
+        Raises:
+            SessionLostError: As `session`.
+        """
+        return bool(await self._run(self._agree_script, key, repr(temperature)))
+
     async def give_back(self, key: str, num_tokens: int) -> None:
         """Return reserved tokens that an answer did not use.
 
@@ -291,7 +308,8 @@ def _flat(fields: dict[str, Any]) -> list[Any]:
 
 def _session(key: str, fields: dict[bytes, bytes]) -> Session:
     task, number = GroupTask.FromString(fields[b"task"]), int(fields[b"number"])
-    return Session(key, task, number, int(fields[b"attempt"]), float(fields[b"began"]))
+    temperature = float(fields[b"temperature"]) if b"temperature" in fields else None
+    return Session(key, task, number, int(fields[b"attempt"]), float(fields[b"began"]), temperature)
 
 
 def _played(name: str, fields: dict[bytes, bytes]) -> PlayedRollout:

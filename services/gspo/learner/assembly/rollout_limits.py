@@ -119,7 +119,11 @@ def _number_problem(scored: ScoredRollout) -> str:
         return f"a count of {count}, and the log holds none above {_END_OF_INT32 - 1}"
     times = (rollout.issued_unix_s, rollout.started_unix_s, rollout.finished_unix_s, score.scored_unix_s)
     others = (score.taken_unix_s, rollout.temperature, *score.seconds.values())
-    return "" if all(map(math.isfinite, (*times, *others))) else "a time or a temperature that is not a finite number"
+    if not all(map(math.isfinite, (*times, *others))):
+        return "a time or a temperature that is not a finite number"
+    if rollout.token_ids and not rollout.temperature > 0:
+        return f"temperature {rollout.temperature:g}, and log-probs need one above 0"
+    return ""
 
 
 def rollout_limits(config: Config) -> RolloutLimits:

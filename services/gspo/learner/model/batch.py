@@ -47,6 +47,7 @@ class StepBatch:
         mask_BT: The tokens that count; behavior_BT and version_BT mean nothing elsewhere.
         mini_batch_B: The optimizer step of each rollout.
         branch_BT: The number of each token's branch, from 0; None where sequences of the formulas are whole rollouts.
+        temperature_B: Of the sampling of each rollout; None where all have the run's.
     """
 
     rows: tuple[Row, ...]
@@ -59,13 +60,15 @@ class StepBatch:
     mask_BT: Tensor
     mini_batch_B: Tensor
     branch_BT: Tensor | None = None
+    temperature_B: Tensor | None = None
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Row], *, by_branch: bool = False) -> StepBatch:
+    def from_rows(cls, rows: Sequence[Row], *, by_branch: bool = False, own_temperatures: bool = False) -> StepBatch:
         """The batch of rows in training order.
 
         Args:
             by_branch: Whether a branch is a sequence of the formulas (algorithm.ratio_of).
+            own_temperatures: Whether each rollout may have a temperature of its own (agent.sampling).
 
         Raises:
             ValueError: A branch has no context, so that no state predicts its first token.
@@ -83,6 +86,7 @@ class StepBatch:
             mask_BT=_side_by_side([row.mask for row in trained]).bool(),
             mini_batch_B=torch.tensor([row.mini_batch for row in trained], dtype=torch.long),
             branch_BT=_side_by_side([_branch_numbers(row) for row in trained]).long() if by_branch else None,
+            temperature_B=torch.tensor([row.temperature for row in trained]).float() if own_temperatures else None,
         )
 
     @property
@@ -211,6 +215,7 @@ class MicroBatch:
         target_N: The counted tokens.
         mask_RT: Their places among the answers' positions, up to the longest here.
         backward: Whether its loss has a gradient.
+        temperature_N: Of the sampling of each counted token; None where it is the run's.
     """
 
     row_R: Tensor
@@ -221,16 +226,26 @@ class MicroBatch:
     target_N: Tensor
     mask_RT: Tensor
     backward: bool
+    temperature_N: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The inputs of model and loss on `device`; the places in the step's own tensors stay where those are."""
         tensors = {name: getattr(self, name).to(device) for name in ("input_RS", "state_N", "target_N", "mask_RT")}
+        if self.temperature_N is not None:
+            tensors["temperature_N"] = self.temperature_N.to(device)
         return replace(self, line=self.line.to(device) if self.line else None, **tensors)
 
     def without_counted(self) -> MicroBatch:
         """The same input, in which no token counts."""
         nothing = self.state_N[:0]
-        return replace(self, state_N=nothing, target_N=nothing, mask_RT=torch.zeros_like(self.mask_RT))
+        temperature_N = None if self.temperature_N is None else self.temperature_N[:0]
+        mask_RT = torch.zeros_like(self.mask_RT)
+        return replace(self, state_N=nothing, target_N=nothing, mask_RT=mask_RT, temperature_N=temperature_N)
+
+    @property
+    def model_input(self) -> tuple[Any, ...]:
+        """The arguments of PolicyModel's forward."""
+        return self.input_RS, self.line, self.state_N, self.target_N, self.temperature_N
 
     @property
     def width(self) -> int:
@@ -344,4 +359,7 @@ def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | Non
     mask_RT = batch.mask_BT[row_R]
     mask_RT = mask_RT[:, : int(mask_RT.any(0).nonzero()[-1]) + 1]
     target_N = batch.token_BT[row_R, : mask_RT.shape[1]][mask_RT]
-    return MicroBatch(row_R, place_I, input_RS, line, state_N, target_N, mask_RT, backward)
+    temperature_N = None
+    if batch.temperature_B is not None:
+        temperature_N = batch.temperature_B[row_R].repeat_interleave(mask_RT.sum(1))
+    return MicroBatch(row_R, place_I, input_RS, line, state_N, target_N, mask_RT, backward, temperature_N)

@@ -65,12 +65,17 @@ class PolicyModel(nn.Module):
         self._temperature, self._dtype = config.sampling.temperature, getattr(torch, config.learner.dtype)
 
     def forward(
-        self, input_RS: Tensor, line: PackedRollouts | None, state_N: Tensor, target_N: Tensor
+        self,
+        input_RS: Tensor,
+        line: PackedRollouts | None,
+        state_N: Tensor,
+        target_N: Tensor,
+        temperature_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(logp_N, entropy_N), float32, of target_N, each predicted by the state at its flat place in [R, S].
 
         `line` says how rollouts lie in the one row of input_RS; None where each row is one. Ranks that share lines give
-        the same input, and get the same result.
+        the same input, and get the same result. `temperature_N` is each target's; None is the run's for all.
         """
         lower = self._dtype != torch.float32
         # A weight is used once in a forward. The cache would keep a copy of every one of them until its end.
@@ -78,23 +83,27 @@ class PolicyModel(nn.Module):
             states_RSD = hidden_states(self.causal_lm, input_RS, line, self.ranks)
         states = states_RSD.flatten(0, 1)
         if self.ranks is None:
-            return self._logprobs(states.index_select(0, state_N), target_N)
+            return self._logprobs(states.index_select(0, state_N), target_N, temperature_N)
         # states are those of this rank's part.
         P, length = len(states), input_RS.shape[1]
         own_N = self.ranks.own_places(state_N, length)
         place_M = state_N[own_N] % P
-        own = self._logprobs(states.index_select(0, place_M), target_N[own_N])
+        temperature_M = None if temperature_N is None else temperature_N[own_N]
+        own = self._logprobs(states.index_select(0, place_M), target_N[own_N], temperature_M)
         figures_P2 = states.new_zeros(P, 2, dtype=own[0].dtype).index_copy(0, place_M, torch.stack(own, 1))
         logp_N, entropy_N = self.ranks.whole(figures_P2, length).index_select(0, state_N).unbind(1)
         return logp_N, entropy_N
 
-    def _logprobs(self, hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        temperature = self._temperature
+        if temperature_N is not None:  # logits are linear in the states
+            hidden_ND, temperature = hidden_ND.float() / temperature_N[:, None], 1.0
         # A CPU has no product of bfloat16 numbers with sums in float32, so rounding would only cost it time.
         if hidden_ND.is_cuda:
             hidden_ND = hidden_ND.to(self._dtype)
         head_VD = self.causal_lm.get_output_embeddings().weight
         rows = max(_LEAST_ROWS, _LOGITS_AT_A_TIME // len(head_VD))
-        return token_logprobs(hidden_ND, head_VD, target_N, temperature=self._temperature, chunk_size=rows)
+        return token_logprobs(hidden_ND, head_VD, target_N, temperature=temperature, chunk_size=rows)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,9 @@ class Trainer(PolicyEngine):
         """
         # OpenMP counts threads anew for every thread that calls it.
         torch.set_num_threads(self._threads)
-        batch = StepBatch.from_rows(rows, by_branch=self._algorithm.ratio_of == "branch")
+        own_temperatures = self._config.agent.sampling == "client"
+        by_branch = self._algorithm.ratio_of == "branch"
+        batch = StepBatch.from_rows(rows, by_branch=by_branch, own_temperatures=own_temperatures)
         self._set_hyperparameters(hyperparameters)
         metrics = row_metrics(rows) | batch_metrics(batch, step - 1) | {"learning_rate": hyperparameters.learning_rate}
         if not len(batch):
@@ -251,7 +253,7 @@ class Trainer(PolicyEngine):
         model.eval()
         for micro in cut:
             with around(micro):
-                logp_N, _ = model(micro.input_RS, micro.line, micro.state_N, micro.target_N)
+                logp_N, _ = model(*micro.model_input)
             logp_BT[micro.row_R, : micro.width] += micro.spread(logp_N).cpu()
         model.train()
         return sum_over_ranks(self._counted(logp_BT), self._device)
@@ -274,7 +276,7 @@ class Trainer(PolicyEngine):
             self._engine.set_gradient_accumulation_boundary(micro is cut[-1])
             with self._replay.replaying(micro):
                 with torch.set_grad_enabled(micro.backward):
-                    logp_N, entropy_N = self._engine(micro.input_RS, micro.line, micro.state_N, micro.target_N)
+                    logp_N, entropy_N = self._engine(*micro.model_input)
                     if not self._algorithm.entropy_coef:
                         entropy_N = entropy_N.detach()  # its gradient costs a pass over the logits
                     logp_RT, entropy_RT = micro.spread(logp_N), micro.spread(entropy_N)

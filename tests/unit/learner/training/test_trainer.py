@@ -41,7 +41,7 @@ class PlainLoop:
     """GSPO as the paper writes it: one forward a row, one optimizer step a mini-batch."""
 
     def __init__(
-        self, folder: Path, learning_rate: float = 1e-3, temperature: float = 1.0, max_grad_norm: float = 1.0
+        self, folder: Path, learning_rate: float = 1e-3, temperature: float | None = 1.0, max_grad_norm: float = 1.0
     ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0)
@@ -62,7 +62,7 @@ class PlainLoop:
 
     def _sequence_loss(self, row: Row) -> torch.Tensor:
         mask = torch.as_tensor(row.mask)
-        delta = answer_logp(self.model, row, self.temperature) - torch.as_tensor(row.logp)
+        delta = answer_logp(self.model, row, self.temperature or row.temperature) - torch.as_tensor(row.logp)
         ratio = torch.exp(delta[mask].sum() / mask.sum())
         return -torch.minimum(ratio * row.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * row.advantage)
 
@@ -87,6 +87,18 @@ def test_the_temperature_is_the_samplings(folder: Path) -> None:
     config = make_config(folder, algorithm=GSPO, sampling={"temperature": 0.7})
     trainer, plain = Trainer(config, folder), PlainLoop(folder, temperature=0.7)
     rows = make_rows(folder, temperature=0.7)
+    assert train(trainer, 1, rows).metrics["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
+    assert_same_weights(trainer, plain.model.state_dict())
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_rollout_is_trained_at_the_temperature_that_its_agent_chose(folder: Path, packing: bool) -> None:
+    """Half of them at one temperature and half at another, neither of them the run's."""
+    keys = {"agent": {"external": True, "sampling": "client"}, "gateway": {"replicas": 1}}
+    config = make_config(folder, algorithm=GSPO, learner={"packing": packing}, **keys)
+    hot, cold = make_rows(folder, temperature=1.6), make_rows(folder, temperature=0.7)
+    rows = [(hot if row.number % 2 else cold)[place] for place, row in enumerate(hot)]
+    trainer, plain = Trainer(config, folder), PlainLoop(folder, temperature=None)
     assert train(trainer, 1, rows).metrics["loss"] == pytest.approx(plain.train(rows), rel=1e-5, abs=1e-7)
     assert_same_weights(trainer, plain.model.state_dict())
 
