@@ -10,7 +10,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # $(call need,PROGRAM,WHAT,PACKAGE): tools that not every machine has; their tests are in a folder of their own.
 need = @command -v $(1) >/dev/null || { echo "not tested: $(2); $(1) is missing (Debian: apt-get install $(3))" >&2; exit 3; }
 
-.PHONY: help setup demo test test-quick test-long test-promises gpu-test compose-test slurm-test browser-test lint bench chaos proto lock clean
+.PHONY: help setup demo test test-quick test-long test-promises gpu-test compose-test slurm-test browser-test lint docs bench chaos proto lock clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -52,6 +52,10 @@ lint: setup ## ruff, mypy strict, and the prose of pages and comments
 	$(BIN)/python deploy/lint/prose.py
 	$(BIN)/mypy
 
+docs: setup ## The documentation as a site in .cache/site, with every link and anchor checked
+	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -r deploy/requirements-docs.lock
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir .cache/site
+
 bench: setup ## Measure speed and write docs/benchmarks.md (NAMES="engine push": these sections alone)
 	$(BIN)/python -m benchmarks $(NAMES)
 
@@ -68,6 +72,7 @@ lock: setup ## Resolve the dependencies anew
 	  --no-emit-package torch -o deploy/requirements-cpu.lock
 	$(COMPILE) pyproject.toml --extra cpu --extra tensorboard --extra wandb --overrides deploy/overrides.txt \
 	  --no-emit-package torch --no-emit-package triton -c deploy/requirements-cpu.lock -o deploy/docker/engine.lock
+	$(COMPILE) pyproject.toml --extra docs -c deploy/requirements-cpu.lock -o deploy/requirements-docs.lock
 	env -u UV_FIND_LINKS $(BIN)/uv pip compile -q --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 	  --no-annotate --no-header pyproject.toml --extra cuda --extra tensorboard --extra wandb -o deploy/docker/engine-cuda.lock
 	for image in light coordinator reward; do $(COMPILE) deploy/docker/$$image.in -c deploy/requirements.lock \
