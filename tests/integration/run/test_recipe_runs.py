@@ -1,4 +1,4 @@
-"""Two steps of every recipe by `gspo run`, with its keys but the sizes, on a tiny random model.
+"""Every recipe with small sizes and a tiny random model: `gspo doctor`, and two steps by `gspo run`.
 
 What it is not: a lesson; rewards of a random model are mostly 0.
 """
@@ -106,7 +106,9 @@ def smaller(recipe: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_two_steps(recipe: Path, tmp_path: Path) -> None:
     file, config = smaller(recipe, tmp_path / "recipe")
-    command = [sys.executable, "-P", "-m", "gspo.cli", "run", file, "--plain"]
+    gspo = [sys.executable, "-P", "-m", "gspo.cli"]
+    run_to_end([*gspo, "doctor", file])
+    command = [*gspo, "run", file, "--plain"]
     if recipe.name == "judge":
         judge_port, port = free_port(), free_port()
         config["reward"]["functions"][0]["url"] = f"http://127.0.0.1:{port}/reward"
