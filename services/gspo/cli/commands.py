@@ -199,16 +199,18 @@ def view(
     run_dir: Annotated[Path, typer.Argument(help="Run directory.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 picks a free one.")] = 8090,
 ) -> None:
-    """Serve a page of a run's rollouts on this machine, finished or live, read only, until Ctrl-C.
+    """Serve a page of a run on this machine, finished or live, read only, until Ctrl-C: verdict, curves, rollouts.
 
     Example: [bold]gspo view runs/my-run[/]
     """
     from gspo.cli.rundir.start import check_run_dir
 
     check_run_dir(run_dir)
-    from gspo.view.page_server import serve_page  # after the check: DuckDB and the web framework take a second
+    # After the check: these take a second to import.
+    from gspo.cli.report.overview import RunOverview
+    from gspo.view.page_server import serve_page
 
-    serve_page(run_dir, port, lambda url: Console().print(url, highlight=False))
+    serve_page(run_dir, port, RunOverview(run_dir), lambda url: Console().print(url, highlight=False))
 
 
 @app.command()

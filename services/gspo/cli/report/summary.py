@@ -9,8 +9,8 @@ from typing import Any
 
 from gspo.cli.monitor.view import largest_pass, mismatch_line, unscored_so_far
 from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
-from gspo.cli.rundir.start import FAILED
-from gspo.common.telemetry.advice import verdict
+from gspo.cli.rundir.start import FAILED, STOPPED
+from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice, verdict
 from gspo.common.telemetry.card_use import mean_card_use
 from gspo.common.telemetry.clip_causes import clip_causes
 
@@ -119,6 +119,28 @@ def notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         *_log_notes(history),
         *history.problems,
     ]
+
+
+def end_in_words(summary: dict[str, Any]) -> tuple[str, str]:
+    """(class, text): how the run ended."""
+    reason = summary["end_reason"]
+    if reason is None:
+        return "open", "no end is recorded: the run is still running, or was killed"
+    if summary["end"] == FAILED:
+        return "failed", f"failed: {reason}"
+    return ("open", reason) if summary["end"] == STOPPED else ("done", f"finished: {reason}")
+
+
+def advised(history: RunHistory) -> list[tuple[str, list[int]]]:
+    """The advice of the run, each sentence in its newest form, and the steps whose figures caused it."""
+    by_name: dict[str, tuple[str, list[int]]] = {}
+    if history.config is None:
+        return []
+    for place, record in enumerate(history.metrics):
+        recent = history.figures[max(0, place + 1 - NEVER_CLIPPED_STEPS) : place + 1]
+        for name, text in advice(recent, history.config).items():
+            by_name[name] = text, [*by_name.get(name, ("", []))[1], record.step]
+    return list(by_name.values())
 
 
 def _accuracy_notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:

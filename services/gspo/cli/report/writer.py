@@ -19,11 +19,10 @@ from gspo.cli.monitor.view import duration, mismatch_line
 from gspo.cli.report.history import SETTLEMENTS, RunHistory
 from gspo.cli.report.page_tables import evaluation_table, read_samples, stale_by_length
 from gspo.cli.report.plots import Plot, write_plots
-from gspo.cli.report.summary import difference, notes, summarise
-from gspo.cli.rundir.start import FAILED, PAGE_NAME, STOPPED, SUMMARY_NAME
+from gspo.cli.report.summary import advised, difference, end_in_words, notes, summarise
+from gspo.cli.rundir.start import PAGE_NAME, SUMMARY_NAME
 from gspo.common.config.schema import Config
 from gspo.common.host.durable_write import replace_file
-from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
 from gspo.common.telemetry.clip_causes import clip_causes_line
 from gspo.common.telemetry.step_time import shares
 
@@ -50,7 +49,7 @@ def write_report(
             two: where None is given, those of an earlier report stand, if no step was trained since.
     """
     history = RunHistory(run_dir)
-    earlier = _earlier(run_dir / SUMMARY_NAME, history)
+    earlier = earlier_summary(run_dir / SUMMARY_NAME, history)
     if wall_s is None:
         wall_s = earlier.get("wall_s")
     if finished is None and earlier.get("end") is not None:
@@ -62,7 +61,7 @@ def write_report(
     return summary
 
 
-def _earlier(path: Path, history: RunHistory) -> dict[str, Any]:
+def earlier_summary(path: Path, history: RunHistory) -> dict[str, Any]:
     """The summary of an earlier report of the same policy; empty where there is none."""
     try:
         summary = json.loads(path.read_text())
@@ -89,10 +88,10 @@ def render(history: RunHistory, summary: dict[str, Any], plots: list[Plot]) -> s
     best = history.best[0] if history.best else None
     return environment.get_template("report.html").render(
         summary=summary,
-        status=_status(summary),
+        status=end_in_words(summary),
         change=difference(summary, "accuracy"),
         notes=notes(history, summary),
-        advice=_advice(history),
+        advice=advised(history),
         plots=[(plot, b64encode((run_dir / PLOTS_NAME / f"{plot.name}.png").read_bytes()).decode()) for plot in plots],
         measured={"clip_causes": _clip_sentences(history)},
         ran=_what_ran(config) if config else {},
@@ -112,28 +111,6 @@ def render(history: RunHistory, summary: dict[str, Any], plots: list[Plot]) -> s
         if config and history.evaluations
         else "PROMPTS.jsonl",
     )
-
-
-def _status(summary: dict[str, Any]) -> tuple[str, str]:
-    """(class, text): how the run ended."""
-    reason = summary["end_reason"]
-    if reason is None:
-        return "open", "no end is recorded: the run is still running, or was killed"
-    if summary["end"] == FAILED:
-        return "failed", f"failed: {reason}"
-    return ("open", reason) if summary["end"] == STOPPED else ("done", f"finished: {reason}")
-
-
-def _advice(history: RunHistory) -> list[tuple[str, list[int]]]:
-    """The advice of the run, each sentence in its newest form, and the steps whose figures caused it."""
-    by_name: dict[str, tuple[str, list[int]]] = {}
-    if history.config is None:
-        return []
-    for place, record in enumerate(history.metrics):
-        recent = history.figures[max(0, place + 1 - NEVER_CLIPPED_STEPS) : place + 1]
-        for name, text in advice(recent, history.config).items():
-            by_name[name] = text, [*by_name.get(name, ("", []))[1], record.step]
-    return list(by_name.values())
 
 
 def _clip_sentences(history: RunHistory) -> str:

@@ -1,0 +1,126 @@
+"""The verdict, the figures and the curves of a run for its page, read again when its log has changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from gspo.cli.report.history import SETTLEMENTS, RunHistory
+from gspo.cli.report.panels import Layer, Panel
+from gspo.cli.report.plots import PLOTS, Plot
+from gspo.cli.report.summary import advised, end_in_words, notes, summarise
+from gspo.cli.report.writer import earlier_summary
+from gspo.cli.rundir.start import SUMMARY_NAME
+from gspo.common.telemetry.step_time import shares
+
+# The curves of the page, by the names of the report's plots.
+CURVES = (
+    "reward", "length", "clip", "clip_causes", "log_ratio", "entropy",
+    "gradient", "spread", "age", "time", "turns", "teacher",
+)  # fmt: skip
+_HELD_OUT = {"sampled_mean": ("sampled", "#0072B2"), "greedy_mean": ("greedy", "#D55E00")}
+_FOLLOWED = ("metrics.jsonl", "evaluations.jsonl", "versions.jsonl")
+
+
+class RunOverview:
+    """Facts and curves of a run for its page. Any thread may ask."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._lock = run_dir, Lock()
+        self._read: tuple[str, RunHistory] | None = None
+
+    def state(self) -> str:
+        """Another text after each change of the log."""
+        names = (*(f"log/{name}" for name in _FOLLOWED), SUMMARY_NAME)
+        return " ".join(str(_size(self._run_dir / name)) for name in names)
+
+    def facts(self) -> dict[str, Any]:
+        """The values of the template run.html."""
+        history = self._history()
+        earlier = earlier_summary(self._run_dir / SUMMARY_NAME, history)
+        finished = {"end": earlier.get("end"), "reason": earlier.get("end_reason")}
+        summary = summarise(history, earlier.get("wall_s"), finished)
+        return {
+            "summary": summary,
+            "end_in_words": end_in_words(summary)[1],
+            "advice": advised(history),
+            "notes": notes(history, summary),
+            "times": [(share.in_words, share.seconds, share.share) for share in shares(*history.figures)],
+            "endings": [(name, summary["groups"][name]) for name in (*SETTLEMENTS, "open")],
+        }
+
+    def curves(self) -> list[dict[str, Any]]:
+        """The curves that the log has figures for: a name, a question, how to read it, steps, and lines over them."""
+        history = self._history()
+        by_name = {plot.name: plot for plot in PLOTS}
+        return [curve for name in CURVES if (curve := _curve(by_name[name], history))["lines"]]
+
+    def _history(self) -> RunHistory:
+        with self._lock:
+            state = self.state()
+            if self._read is None or self._read[0] != state:
+                self._read = state, RunHistory(self._run_dir)
+            return self._read[1]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _curve(plot: Plot, history: RunHistory) -> dict[str, Any]:
+    panel = plot.panels[0]
+    lines = list(_lines(panel, history))
+    steps = history.steps.tolist()
+    if plot.name == "reward":
+        versions = sorted({record.version for record in history.headline})
+        steps = sorted({*steps, *versions})
+        lines = [*_over(steps, history.steps.tolist(), lines), *_held_out_lines(steps, history)]
+    return {
+        "name": plot.name,
+        "question": plot.question,
+        "reading": plot.reading,
+        "label": panel.label,
+        "is_share": panel.is_share,
+        "steps": steps,
+        "lines": lines,
+    }
+
+
+def _lines(panel: Panel, history: RunHistory) -> Iterator[dict[str, Any]]:
+    for part in panel.parts:
+        values = history.series(part.figure)
+        if np.isnan(values).all() or (isinstance(part, Layer) and not np.nansum(values)):
+            continue
+        label, style = part.label or part.figure.replace("_", " "), "-" if isinstance(part, Layer) else part.style
+        yield _line(label, part.figure, part.colour, values.tolist(), is_dashed=style != "-")
+
+
+def _line(label: str, figure: str, colour: str, values: Sequence[float | None], *, is_dashed: bool) -> dict[str, Any]:
+    # JSON has no numbers beyond the finite ones.
+    finite = [value if value is not None and math.isfinite(value) else None for value in values]
+    return {"label": label, "figure": figure, "colour": colour, "values": finite, "is_dashed": is_dashed}
+
+
+def _over(steps: list[int], trained: list[int], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same lines over more steps."""
+    return [
+        line | {"values": [dict(zip(trained, line["values"], strict=True)).get(step) for step in steps]}
+        for line in lines
+    ]
+
+
+def _held_out_lines(steps: list[int], history: RunHistory) -> Iterator[dict[str, Any]]:
+    for figure, (words, colour) in _HELD_OUT.items():
+        values = {record.version: record.figures.get(figure) for record in history.headline}
+        if any(value is not None for value in values.values()):
+            yield _line(
+                f"held-out prompts, {words}", figure, colour, [values.get(step) for step in steps], is_dashed=False
+            )

@@ -1,0 +1,78 @@
+"""In a real browser: the page of `gspo view` draws its curves from a run's log.
+
+`make browser-test` runs it on a machine with Chromium. Screenshots are left in .cache/browser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from gspo.cli.report.writer import write_report
+from gspo.cli.rundir.start import ENVIRONMENT_NAME
+from gspo.learner.storage.run_directory import RunDir
+from tests.browser.chromium import browser, text_of
+from tests.support.service_process import make_run
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.cli.test_report import evaluate, train
+
+_SCREENSHOTS = Path(__file__).parents[2] / ".cache" / "browser"
+_START_S = 60
+_VIEWS = {
+    "light": ("1400,2600",),
+    "dark": ("1400,2600", "--blink-settings=preferredColorScheme=0"),
+    "narrow": ("420,3000",),
+}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = make_run(tmp_path, make_tiny_model(tmp_path / "model")).run_dir
+    (folder / ENVIRONMENT_NAME).write_text("{}")
+    with RunDir(folder) as run:
+        evaluate(run, 0, 0.35)
+        train(run, 1, 20)
+        evaluate(run, 20, 0.7)
+    # The browser's virtual time would wait for the stream of an open run.
+    write_report(folder, finished={"end": "completed", "reason": "run.total_steps reached"})
+    return folder
+
+
+@pytest.fixture
+async def url(run_dir: Path) -> AsyncIterator[str]:
+    """Address of the page, as the command prints it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gspo.cli", "view", str(run_dir), "--port", "0", stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(_START_S):
+            assert process.stdout is not None
+            yield (await process.stdout.readline()).decode().strip()
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def test_the_curves_are_drawn(url: str, tmp_path: Path) -> None:
+    page = await text_of(url, tmp_path / "profile")
+    assert "The last steps were bound by" in page
+    assert len(re.findall("<canvas", page)) == len(re.findall("<figure", page)) >= 8
+    assert "held-out prompts, sampled" in page
+    assert "Cannot be shown" not in page
+
+
+@pytest.mark.parametrize("view", _VIEWS)
+async def test_screenshots_of_each_view(url: str, tmp_path: Path, view: str) -> None:
+    _SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    path = _SCREENSHOTS / f"run-{view}.png"
+    path.unlink(missing_ok=True)
+    size, *words = _VIEWS[view]
+    words += [f"--window-size={size}", "--hide-scrollbars", "--virtual-time-budget=5000", f"--screenshot={path}"]
+    async with browser(tmp_path / "profile", *words, url) as process:
+        await process.communicate()
+    assert path.stat().st_size > 50_000, "a page with curves"

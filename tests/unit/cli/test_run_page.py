@@ -1,0 +1,118 @@
+"""The first page of `gspo view`: verdict, curves, and how it follows a run, from logs of the learner's RunDir."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from gspo.cli.report.overview import CURVES, RunOverview
+from gspo.common.config.loading import CONFIG_NAME, write_config
+from gspo.common.config.schema import Config
+from gspo.common.network.http_server import HttpServer
+from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
+from gspo.learner.storage.run_directory import RunDir
+from gspo.view.http_api import make_page
+from tests.unit.cli.test_report import evaluate, train
+
+_DEADLINE_S = 20
+
+
+@pytest.fixture
+def run_dir(config: Config, tmp_path: Path) -> Path:
+    """A run of ten steps in which one group was stale."""
+    write_config(config, tmp_path / CONFIG_NAME)
+    with RunDir(tmp_path) as run:
+        run.append_version(0, "digest-0", "float32")
+        evaluate(run, 0, 0.35)
+        train(run, 1, 10)
+        evaluate(run, 10, 0.6)
+        run.settle([EndedGroup(44, GroupEnding.STALE, "too old")])
+    return tmp_path
+
+
+@pytest.fixture
+def client(run_dir: Path) -> TestClient:
+    return TestClient(make_page(run_dir, "named <i>", [], RunOverview(run_dir)), base_url="http://127.0.0.1")
+
+
+def test_the_page_begins_with_what_bounds_the_run(client: TestClient) -> None:
+    text = " ".join(client.get("/").text.split())
+    assert "The last steps were bound by <b>training</b>" in text
+    assert text.index("What bounds it") < text.index("Held-out results") < text.index("Curves")
+    assert "<td>sampled</td><td>0.35</td><td>0.6</td>" in text
+    assert '<th scope="row">trained</th><td>40</td>' in text
+    assert '<th scope="row">stale</th><td>1</td>' in text
+    assert '<th scope="row">open</th><td>4</td>' in text
+    assert '<th scope="row">issued</th><td>45</td>' in text
+    assert "named &lt;i&gt;" in text
+    assert "no end is recorded" in text
+    assert "data-open" in text, "the page follows the run"
+
+
+def test_a_run_without_a_step_has_a_page(config: Config, tmp_path: Path) -> None:
+    write_config(config, tmp_path / CONFIG_NAME)
+    (tmp_path / "log").mkdir()
+    client = TestClient(make_page(tmp_path, "new", [], RunOverview(tmp_path)), base_url="http://127.0.0.1")
+    assert "Too few steps" in client.get("/").text
+    assert client.get("/api/curves").json() == []
+
+
+def test_curves_are_those_of_the_report_over_the_steps(client: TestClient) -> None:
+    curves = {curve["name"]: curve for curve in client.get("/api/curves").json()}
+    assert [name for name in CURVES if name in curves] == list(curves)
+    assert curves["entropy"]["steps"] == list(range(1, 11))
+    assert curves["entropy"]["lines"][0]["values"] == pytest.approx([0.8 - 0.01 * step for step in range(1, 11)])
+    reward = curves["reward"]
+    assert reward["steps"] == list(range(11))
+    by_figure = {line["figure"]: line["values"] for line in reward["lines"]}
+    assert by_figure["sampled_mean"] == [0.35, *[None] * 9, 0.6]
+    assert by_figure["reward_mean"][0] is None
+    assert None not in by_figure["reward_mean"][1:]
+    assert all(curve["question"] and curve["reading"] for curve in curves.values())
+
+
+def test_a_figure_that_is_not_finite_is_a_gap(run_dir: Path) -> None:
+    with RunDir(run_dir) as run:
+        train(run, 11, 11, entropy=math.nan)
+    (entropy,) = (curve for curve in RunOverview(run_dir).curves() if curve["name"] == "entropy")
+    assert entropy["lines"][0]["values"][-1] is None
+    json.dumps(entropy, allow_nan=False)
+
+
+def test_only_the_files_of_the_page_are_served(client: TestClient) -> None:
+    for path in ("/style.css", "/curves.js", "/uplot/uPlot.iife.min.js", "/uplot/uPlot.min.css"):
+        assert client.get(path).status_code == 200
+    for path in ("/run.html", "/uplot/LICENSE", "/config.yaml", "/uplot/..%2f..%2fhttp_api.py"):
+        assert client.get(path).status_code == 404
+    assert "script-src 'self'" in client.get("/").headers["content-security-policy"]
+
+
+async def test_the_stream_tells_of_new_steps_and_does_not_hold_the_server(run_dir: Path) -> None:
+    overview = RunOverview(run_dir)
+    assert len(overview.curves()[1]["steps"]) == 10
+    server = HttpServer(make_page(run_dir, "run", [], overview), "127.0.0.1", 0)
+    serving = asyncio.create_task(server.run())
+    async with (
+        asyncio.timeout(_DEADLINE_S),
+        httpx.AsyncClient(timeout=_DEADLINE_S) as http,
+        http.stream("GET", f"http://{server.address}/api/changes") as answer,
+    ):
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = answer.aiter_lines()
+        assert await anext(lines) == ": follows the log"
+        with RunDir(run_dir) as run:
+            train(run, 11, 11)
+        while not (line := await anext(lines)).startswith("data:"):
+            assert not line
+        assert line == "data: changed"
+        assert overview.curves()[1]["steps"][-1] == 11
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
