@@ -13,10 +13,11 @@ from benchmarks.harness.section import Record
 from benchmarks.long.declared_runs import ARMS, CLIPS, DENOMINATORS, LAGS, LAST, RATES, ROUTINGS, last_reward
 from benchmarks.moe.comparison_run import COMPARED
 
-CONFIRMED, FAILED, NOT_RUN = "confirmed", "not confirmed", "not run yet"
+CONFIRMED, FAILED, UNTESTED, NOT_RUN = "confirmed", "not confirmed", "could not be tested", "not run yet"
 # A difference of mean rewards below this is none: two standard errors of 640 answers at a share of a half.
 NOISE = 0.04
 _MANY_TIMES, _COLLAPSE = 10.0, 0.5
+_LEARNT = 0.1  # rewards below are those of a model that cannot do the task, and compare nothing
 
 Results = Mapping[str, Record]
 
@@ -38,14 +39,15 @@ def claims(results: Results) -> list[Claim]:
     ]
 
 
-Judge = Callable[[Results, str], tuple[bool, str] | None]
+Judge = Callable[[Results, str], tuple[bool | None, str] | None]
 
 
 def _judged(text: str, judge: Judge, results: Results, arm: str) -> Claim:
     judged = judge(results, arm)
     if judged is None:
         return Claim(text, NOT_RUN, "-")
-    return Claim(text, CONFIRMED if judged[0] else FAILED, judged[1])
+    verdict = {True: CONFIRMED, False: FAILED, None: UNTESTED}[judged[0]]
+    return Claim(text, verdict, judged[1])
 
 
 def best_runs(results: Results, arm: str, algorithm: str) -> list[Record]:
@@ -69,7 +71,7 @@ def _compared(results: Results, arm: str) -> tuple[list[list[Record]], str] | No
     if not seeds:
         return None
     num_rates = min(len(_rates(results, arm, algorithm)) for algorithm in COMPARED)
-    scope = f"seeds: {len(seeds)}, learning rates tried: {num_rates} of {len(RATES)}"
+    scope = f"seeds: {len(seeds)}, learning rates tried: {num_rates} of {len(RATES[arm])}"
     return [[run for run in runs if run["seed"] in seeds] for runs in best], scope
 
 
@@ -189,12 +191,15 @@ def _only_grpo_needs_routing_replay(results: Results, _arm: str) -> tuple[bool, 
     return grpo_replayed > grpo + NOISE and gspo_replayed <= gspo + NOISE, words
 
 
-def _scaled_clip_learns_as_much(results: Results, _arm: str) -> tuple[bool, str] | None:
+def _scaled_clip_learns_as_much(results: Results, _arm: str) -> tuple[bool | None, str] | None:
     runs = _by_seed(results, "clip", lambda run: "scaled" if run["algorithm_keys"] else "fixed")
     if not (compared := _at_equal_seeds(runs, list(CLIPS))):
         return None
     (fixed, scaled), num_seeds = compared
-    return scaled >= fixed - NOISE, f"reward: fixed {fixed:.3f}, scaled {scaled:.3f} (seeds: {num_seeds})"
+    words = f"reward: fixed {fixed:.3f}, scaled {scaled:.3f} (seeds: {num_seeds})"
+    if max(fixed, scaled) < _LEARNT:
+        return None, f"{words}: neither learned the task"
+    return scaled >= fixed - NOISE, words
 
 
 def _by_seed(results: Results, experiment: str, kind: Callable[[Record], Any]) -> dict[Any, dict[int, Record]]:
@@ -230,6 +235,6 @@ _OTHERS: tuple[tuple[str, Judge], ...] = (
 
 def verdicts(judged: list[Claim]) -> Iterator[str]:
     """How many claims have each verdict, in words."""
-    for verdict in (CONFIRMED, FAILED, NOT_RUN):
+    for verdict in (CONFIRMED, FAILED, UNTESTED, NOT_RUN):
         if number := sum(claim.verdict == verdict for claim in judged):
             yield f"{number} {verdict}"

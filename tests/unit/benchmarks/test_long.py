@@ -12,7 +12,7 @@ import typer
 
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.kept_runs import KeptRuns, chosen_names
-from benchmarks.long.claims import NOT_RUN, claims
+from benchmarks.long.claims import NOT_RUN, UNTESTED, claims
 from benchmarks.long.declared_runs import SCALES, best_rate, declared_runs, grid_name
 from benchmarks.long.long_page import write_page
 from benchmarks.long.noisy_run import with_noise
@@ -129,6 +129,14 @@ def test_the_scaled_clip_is_compared_with_the_fixed_one(scaled: float, expected:
         "clip-scaled-s0": result("gspo", scaled, experiment="clip", algorithm_keys=keys),
     }
     assert verdict(results, "A clip scaled by length") == expected
+
+
+def test_runs_that_learn_nothing_compare_nothing() -> None:
+    results = {
+        "clip-fixed-s0": result("gspo", 0.02, experiment="clip"),
+        "clip-scaled-s0": result("gspo", 0.03, experiment="clip", algorithm_keys={"pg_clip_reference_length": 245}),
+    }
+    assert verdict(results, "A clip scaled by length") == UNTESTED
 
 
 def test_the_best_rate_waits_for_every_run_of_the_grid() -> None:
