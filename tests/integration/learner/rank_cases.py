@@ -146,8 +146,6 @@ def main() -> None:
             facts |= {"cards": trainer.cards, "moved_bytes": moved}
             (out / f"{name}.json").write_text(json.dumps(facts))
             save_file({"gradient": vector, **exact}, out / f"{name}.safetensors")
-    # Its threads may otherwise abort a process that ends beside them.
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

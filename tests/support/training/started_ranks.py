@@ -11,7 +11,7 @@ from pathlib import Path
 def rank_command(num_ranks: int, module: str, *arguments: str | Path | int) -> list[str]:
     """The words that run a module on so many ranks of this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [*launcher, "-m", module, *map(str, arguments)]
+    return [*launcher, "-m", "tests.support.training.rank_program", module, *map(str, arguments)]
 
 
 def rank_environment(**variables: str) -> dict[str, str]:
