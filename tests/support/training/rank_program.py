@@ -1,4 +1,4 @@
-"""A test's module as the program of a rank; torchrun calls it as `-m tests.support.training.rank_program MODULE WORDS...`.
+"""A module of the tests as the program of a rank: `-m tests.support.training.rank_program MODULE WORDS...`.
 
 An interpreter that ends beside the libraries' native threads may be aborted by them (exit code -6), after the module
 has done its work. So a module that came to its end ends the process at once; one that failed ends it as usual.
