@@ -196,21 +196,17 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.")]) -> N
 
 @app.command()
 def view(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory.")],
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directory, and others to compare it with.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 picks a free one.")] = 8090,
 ) -> None:
     """Serve a page of a run on this machine, finished or live, read only, until Ctrl-C: verdict, curves, rollouts.
 
-    Example: [bold]gspo view runs/my-run[/]
+    Example: [bold]gspo view runs/my-run[/], or [bold]gspo view runs/a runs/b[/] to compare two
     """
-    from gspo.cli.rundir.start import check_run_dir
-
-    check_run_dir(run_dir)
-    # After the check: these take a second to import.
-    from gspo.cli.report.overview import RunOverview
+    from gspo.cli.report.overview import viewed_runs
     from gspo.view.page_server import serve_page
 
-    serve_page(run_dir, port, RunOverview(run_dir), lambda url: Console().print(url, highlight=False))
+    serve_page(viewed_runs(run_dirs), port, lambda url: Console().print(url, highlight=False))
 
 
 @app.command()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import duckdb
@@ -21,8 +21,10 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTex
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.middleware.base import RequestResponseEndpoint
 
+from gspo.view.comparison import compared_curves, config_differences, shared_answers
 from gspo.view.log_query import PAGE_ROWS, SORTS, LogQuery, filter_of
 from gspo.view.page_text import COLOURS, LEGENDS, MAX_CHARS, MAX_TOKENS, coloured_tokens, token_decoder, visible
+from gspo.view.viewed_run import Overview, ViewedRun
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _HEADERS = {
@@ -42,31 +44,16 @@ Place = Annotated[int, InPath(ge=0, lt=2**31)]
 GroupId = Annotated[int, InPath(ge=0, lt=2**63)]
 
 
-class Overview(Protocol):
-    """The verdict and the curves of a run."""
-
-    def state(self) -> str:
-        """Another text after each change of the log."""
-        ...
-
-    def facts(self) -> dict[str, Any]:
-        """The values of the template run.html."""
-        ...
-
-    def curves(self) -> list[dict[str, Any]]:
-        """Lines over steps, which curves.js draws."""
-        ...
-
-
-def make_page(run_dir: Path, name: str, tokenizer_folders: list[Path], overview: Overview) -> FastAPI:
-    """The app of a run directory.
+def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path]) -> FastAPI:
+    """The app of a run, and of others that it is compared with.
 
     Args:
-        name: Of the run, for the heading.
-        tokenizer_folders: Where its tokenizer may be.
+        runs: The others follow the run.
+        tokenizer_folders: Where the run's tokenizer may be.
     """
+    run = runs[0]
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    log, page = LogQuery(run_dir / "log"), _renderer(name)
+    log, page = LogQuery(run.run_dir / "log"), _renderer(run.name, len(runs))
     _add_answers(app, page)
 
     @cache
@@ -74,7 +61,9 @@ def make_page(run_dir: Path, name: str, tokenizer_folders: list[Path], overview:
         return token_decoder(tokenizer_folders)
 
     _add_files(app)
-    _add_overview(app, page, overview)
+    _add_overview(app, page, run.overview)
+    if len(runs) > 1:
+        _add_comparison(app, page, runs)
 
     @app.get("/rollouts")
     def rollouts(request: Request) -> HTMLResponse:
@@ -150,6 +139,20 @@ def _add_overview(app: FastAPI, page: Callable[..., HTMLResponse], overview: Ove
         return StreamingResponse(_changes(overview), media_type="text/event-stream")
 
 
+def _add_comparison(app: FastAPI, page: Callable[..., HTMLResponse], runs: Sequence[ViewedRun]) -> None:
+    """The page that compares runs, and its curves."""
+    logs = [LogQuery(run.run_dir / "log") for run in runs]
+
+    @app.get("/compare")
+    def compare(q: str = "") -> HTMLResponse:
+        values = {"differences": config_differences(runs), "prompts": shared_answers(logs, q)}
+        return page("compare.html", runs=runs, q=q, **values)
+
+    @app.get("/api/comparison")
+    def comparison() -> JSONResponse:
+        return JSONResponse(compared_curves(runs))
+
+
 async def _changes(overview: Overview) -> AsyncIterator[str]:
     """Server-sent events; a comment while nothing changes, so that a lost connection is noticed."""
     loop = asyncio.get_running_loop()
@@ -192,7 +195,7 @@ def _add_answers(app: FastAPI, page: Callable[..., HTMLResponse]) -> None:
         return page("error.html", status=503, message=text)
 
 
-def _renderer(name: str) -> Callable[..., HTMLResponse]:
+def _renderer(name: str, num_runs: int) -> Callable[..., HTMLResponse]:
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -206,7 +209,7 @@ def _renderer(name: str) -> Callable[..., HTMLResponse]:
         figure=lambda value: "none" if value is None else f"{value:.4g}",
     )
     environment.globals.update(
-        run_name=name, sorts=list(SORTS), legends=LEGENDS, max_chars=MAX_CHARS, max_tokens=MAX_TOKENS
+        run_name=name, num_runs=num_runs, sorts=list(SORTS), legends=LEGENDS, max_chars=MAX_CHARS, max_tokens=MAX_TOKENS
     )
 
     def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:

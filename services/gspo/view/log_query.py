@@ -151,6 +151,20 @@ class LogQuery:
         rows = self._ask(f"SELECT * FROM log WHERE {_OF_ONE} AND number = ?", (step, group, number), self._file(step))
         return rows[0] if rows else None
 
+    def last_steps(self, text: str) -> dict[str, int]:
+        """The last step of each prompt that contains the text."""
+        rows = self._ask(
+            "SELECT prompt, max(step) AS step FROM log WHERE contains(prompt, ?) GROUP BY prompt",
+            (text,),
+            step_files(self._folder),
+        )
+        return {row["prompt"]: row["step"] for row in rows}
+
+    def answers(self, prompt: str, step: int, num: int) -> list[dict[str, Any]]:
+        """The first answers to a prompt in a step, without their long columns."""
+        sql = f'SELECT {_SHOWN}, text FROM log WHERE prompt = ? ORDER BY "group", number LIMIT ?'
+        return self._ask(sql, (prompt, num), self._file(step))
+
     def _file(self, step: int) -> dict[int, Path]:
         files = step_files(self._folder)
         return {step: files[step]} if step in files else {}

@@ -19,6 +19,7 @@ from gspo.common.network.http_server import HttpServer
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
 from gspo.view.http_api import make_page
+from gspo.view.viewed_run import ViewedRun
 from tests.unit.cli.test_report import evaluate, train
 
 _DEADLINE_S = 20
@@ -39,7 +40,9 @@ def run_dir(config: Config, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(run_dir: Path) -> TestClient:
-    return TestClient(make_page(run_dir, "named <i>", [], RunOverview(run_dir)), base_url="http://127.0.0.1")
+    return TestClient(
+        make_page([ViewedRun("named <i>", run_dir, RunOverview(run_dir))], []), base_url="http://127.0.0.1"
+    )
 
 
 def test_the_page_begins_with_what_bounds_the_run(client: TestClient) -> None:
@@ -59,7 +62,7 @@ def test_the_page_begins_with_what_bounds_the_run(client: TestClient) -> None:
 def test_a_run_without_a_step_has_a_page(config: Config, tmp_path: Path) -> None:
     write_config(config, tmp_path / CONFIG_NAME)
     (tmp_path / "log").mkdir()
-    client = TestClient(make_page(tmp_path, "new", [], RunOverview(tmp_path)), base_url="http://127.0.0.1")
+    client = TestClient(make_page([ViewedRun("new", tmp_path, RunOverview(tmp_path))], []), base_url="http://127.0.0.1")
     assert "Too few steps" in client.get("/").text
     assert client.get("/api/curves").json() == []
 
@@ -97,7 +100,7 @@ def test_only_the_files_of_the_page_are_served(client: TestClient) -> None:
 async def test_the_stream_tells_of_new_steps_and_does_not_hold_the_server(run_dir: Path) -> None:
     overview = RunOverview(run_dir)
     assert len(overview.curves()[1]["steps"]) == 10
-    server = HttpServer(make_page(run_dir, "run", [], overview), "127.0.0.1", 0)
+    server = HttpServer(make_page([ViewedRun("run", run_dir, overview)], []), "127.0.0.1", 0)
     serving = asyncio.create_task(server.run())
     async with (
         asyncio.timeout(_DEADLINE_S),

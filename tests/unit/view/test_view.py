@@ -18,6 +18,7 @@ from gspo.learner.storage.step_log import StepLog
 from gspo.view.http_api import make_page
 from gspo.view.log_query import LogQuery, filter_of
 from gspo.view.page_text import coloured_tokens, visible
+from gspo.view.viewed_run import ViewedRun
 from tests.support.tiny_model import make_tiny_model
 
 HOSTILE = "<script>alert(1)</script>\u202edrow\x1b[31m\x00"
@@ -45,7 +46,7 @@ def run_dir(tmp_path: Path, scored) -> Path:
 
 @pytest.fixture
 def client(run_dir: Path) -> TestClient:
-    page = make_page(run_dir, "small <b>", [make_tiny_model(run_dir / "model")], RunOverview(run_dir))
+    page = make_page([ViewedRun("small <b>", run_dir, RunOverview(run_dir))], [make_tiny_model(run_dir / "model")])
     return TestClient(HttpGuard(page, ["127.0.0.1"]), base_url="http://127.0.0.1:8090")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,8 +17,11 @@ from gspo.cli.report.panels import Layer, Panel
 from gspo.cli.report.plots import PLOTS, Plot
 from gspo.cli.report.summary import advised, end_in_words, notes, summarise
 from gspo.cli.report.writer import earlier_summary
-from gspo.cli.rundir.start import SUMMARY_NAME
+from gspo.cli.rundir.start import SUMMARY_NAME, check_run_dir
+from gspo.common.config.loading import CONFIG_NAME, read_config
+from gspo.common.errors import InputError
 from gspo.common.telemetry.step_time import shares
+from gspo.view.viewed_run import MAX_RUNS, ViewedRun
 
 # The curves of the page, by the names of the report's plots.
 CURVES = (
@@ -60,12 +65,54 @@ class RunOverview:
         by_name = {plot.name: plot for plot in PLOTS}
         return [curve for name in CURVES if (curve := _curve(by_name[name], history))["lines"]]
 
+    def keys(self) -> dict[str, str]:
+        """Every key of the configuration with its value as text; empty if it cannot be read."""
+        config = self._history().config
+        return dict(_flat("", config.model_dump(mode="json"))) if config else {}
+
     def _history(self) -> RunHistory:
         with self._lock:
             state = self.state()
             if self._read is None or self._read[0] != state:
                 self._read = state, RunHistory(self._run_dir)
             return self._read[1]
+
+
+def viewed_runs(run_dirs: Sequence[Path]) -> list[ViewedRun]:
+    """The runs under names of their own: the configured ones, or parts of their paths where two are equal.
+
+    Raises:
+        InputError: A folder is not a run directory, is given twice, or there are too many.
+    """
+    if len(run_dirs) > MAX_RUNS:
+        raise InputError(
+            "RUN_DIR", f"is given {len(run_dirs)} times", f"Give at most {MAX_RUNS}: a curve has a colour for each"
+        )
+    for run_dir in run_dirs:
+        check_run_dir(run_dir)
+        if sum(run_dir.resolve() == other.resolve() for other in run_dirs) > 1:
+            raise InputError(str(run_dir), "is given twice", "Give each run once")
+    names = [read_config(run_dir / CONFIG_NAME).name for run_dir in run_dirs]
+    if len(set(names)) < len(names):
+        names = _distinct_parts(run_dirs)
+    return [ViewedRun(name, run_dir, RunOverview(run_dir)) for name, run_dir in zip(names, run_dirs, strict=True)]
+
+
+def _distinct_parts(paths: Sequence[Path]) -> list[str]:
+    """Each path without the folders at its beginning and its end that all of them have."""
+    parts = [path.resolve().parts for path in paths]
+    first = next(place for place, names in enumerate(zip_longest(*parts)) if len(set(names)) > 1)
+    behind = next(place for place, names in enumerate(zip_longest(*map(reversed, parts))) if len(set(names)) > 1)
+    return ["/".join(names[first : len(names) - behind]) or names[-1] for names in parts]
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(key, value) of nested sections; a list is one value."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else name, item)
+    else:
+        yield prefix, "null" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _size(path: Path) -> int:

@@ -1,4 +1,4 @@
-// Draws /api/curves with uPlot. Follows the run: /api/changes says when its log has grown.
+// Draws a page's curves with uPlot. Follows the run: /api/changes says when its log has grown.
 "use strict";
 (() => {
   const HEIGHT_PX = 220;
@@ -53,8 +53,8 @@
     figure.append(element("h3", curve.question));
     const target = document.createElement("div");
     figure.append(target);
-    const names = curve.lines.map((line) => line.figure).join(", ");
-    figure.append(element("figcaption", `${curve.label}. ${curve.reading} Figures of metrics.jsonl: ${names}.`));
+    const names = [...new Set(curve.lines.map((line) => line.figure))].join(", ");
+    figure.append(element("figcaption", `${curve.label}. ${curve.reading} Figures of the log: ${names}.`));
     place.append(figure);
     const plot = new uPlot(options(curve, target.clientWidth), dataOf(curve), target);
     drawn.set(curve.name, { plot, target, lines: curve.lines.length });
@@ -74,7 +74,7 @@
   }
 
   async function draw() {
-    const answer = await fetch("/api/curves");
+    const answer = await fetch(place.dataset.source);
     if (!answer.ok) throw new Error(`the curves were refused with status ${answer.status}`);
     (await answer.json()).forEach(show);
     if (bounds) zoom(bounds.min, bounds.max);
