@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -29,6 +29,7 @@ from gspo.common.streams.entries import body_of
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
 from gspo.learner.assembly.assembler import Batch
+from gspo.learner.assembly.rows import TokenRecord
 from gspo.learner.checkpointing import CheckpointWriter
 from gspo.learner.evaluation_gate import EvaluationGate
 from gspo.learner.intake import Intake
@@ -204,7 +205,9 @@ class Learner:
         await self._hold(step)
         figures = trained.metrics | self._clock.end_step(step) | self.intake.untrained.take_metrics()
         self._trained_version, self._trained_s = step, self._trained_s + figures["step_s"]
-        self._finishing = asyncio.create_task(self._publish_step(batch, making, figures, is_beside=not is_awaited))
+        self._finishing = asyncio.create_task(
+            self._publish_step(batch, trained.tokens, making, figures, is_beside=not is_awaited)
+        )
         self._finishing.add_done_callback(lambda _: self.intake.wake())
         if is_awaited:
             await self._finish_step()
@@ -253,6 +256,7 @@ class Learner:
     async def _publish_step(
         self,
         batch: Batch,
+        tokens: Sequence[TokenRecord],
         making: Awaitable[tuple[PolicyWeights, float]],
         figures: dict[str, float],
         *,
@@ -262,6 +266,7 @@ class Learner:
         weights, seconds = await making
         # Generators wait for the weights; nothing waits for the report.
         self._publish(weights)
+        await asyncio.to_thread(self._run_dir.steplog.write_tokens, batch.step, tokens)
         await self._report.report(batch, weights.digest, {**figures, "version_beside_s": seconds if is_beside else 0.0})
 
     async def _finish_step(self) -> None:

@@ -243,6 +243,7 @@ def replay_step(
     if recorded is not None and not same and recorded.dtype == weights.dtype:
         log.warning("replay_differs", step=step, recorded=recorded.digest, digest=weights.digest)
     run_dir.append_version(step, weights.digest, weights.dtype, asdict(hyperparameters))
+    run_dir.steplog.write_tokens(step, trained.tokens)
     run_dir.append_metrics(step, trained.metrics)
     log.info("step_replayed", step=step, digest=weights.digest[:12], same=same)
     return weights

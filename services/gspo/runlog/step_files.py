@@ -1,4 +1,6 @@
-"""Names and columns of the step files: `log/step-000001.parquet` holds the rollouts of step 1 in training order."""
+"""Names and columns of the step files: `log/step-000001.parquet` holds the rollouts of step 1 in training order.
+
+log/tokens-000001.parquet holds figures of its tokens by the learner, if the run keeps them."""
 
 from __future__ import annotations
 
@@ -16,6 +18,11 @@ _NAME = re.compile(r"step-(\d{6,})\.parquet")
 def step_file(log_folder: Path, step: int) -> Path:
     """The path of the file of a step, existing or not."""
     return log_folder / f"step-{step:06d}.parquet"
+
+
+def token_file(log_folder: Path, step: int) -> Path:
+    """The path of the file of a step's token records (learner.token_records), existing or not."""
+    return log_folder / f"tokens-{step:06d}.parquet"
 
 
 def step_files(log_folder: Path) -> dict[int, Path]:

@@ -23,7 +23,16 @@ from starlette.middleware.base import RequestResponseEndpoint
 
 from gspo.view.comparison import compared_curves, config_differences, shared_answers
 from gspo.view.log_query import PAGE_ROWS, SORTS, LogQuery, filter_of
-from gspo.view.page_text import COLOURS, LEGENDS, MAX_CHARS, MAX_TOKENS, coloured_tokens, token_decoder, visible
+from gspo.view.page_text import (
+    COLOURS,
+    LEGENDS,
+    MAX_CHARS,
+    MAX_TOKENS,
+    RECORDED_COLOURS,
+    coloured_tokens,
+    token_decoder,
+    visible,
+)
 from gspo.view.viewed_run import Overview, ViewedRun
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -85,13 +94,16 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path]) -> FastA
         step: Place, group: GroupId, number: Place, colour: str = "logp", start: Annotated[int, Query(ge=0)] = 0
     ) -> HTMLResponse:
         row = _existing(log.rollout(step, group, number))
-        if colour not in COLOURS:
-            raise HTTPException(400, f"colour must be one of {', '.join(COLOURS)}")
+        colours = COLOURS + (RECORDED_COLOURS if row.get("learner_logp") else ())
+        if colour in RECORDED_COLOURS and colour not in colours:
+            raise HTTPException(404, f"step {step} has no token records: set learner.token_records, or replay it so")
+        if colour not in colours:
+            raise HTTPException(400, f"colour must be one of {', '.join(colours)}")
         tokens = coloured_tokens(row, colour, start, decoder())
         chat = _pretty(row.get("turns_json"))
         parts = json.loads(row["parts_json"] or "[]")
         return page(
-            "rollout.html", row=row, tokens=tokens, colour=colour, start=start, chat=chat, parts=parts,
+            "rollout.html", row=row, tokens=tokens, colour=colour, colours=colours, start=start, chat=chat, parts=parts,
             times=_times(row), decoded=decoder() is not None,
         )  # fmt: skip
 

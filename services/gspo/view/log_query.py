@@ -14,7 +14,7 @@ from typing import Any
 
 import duckdb
 
-from gspo.runlog.step_files import step_files
+from gspo.runlog.step_files import step_files, token_file
 
 PAGE_ROWS = 50
 NUMBERS = ("step", "group", "number")
@@ -147,8 +147,12 @@ class LogQuery:
         )
 
     def rollout(self, step: int, group: int, number: int) -> dict[str, Any] | None:
-        """Every column of a rollout; None where there is none."""
+        """Every column of a rollout, also of its token record if there is one; None where there is no rollout."""
         rows = self._ask(f"SELECT * FROM log WHERE {_OF_ONE} AND number = ?", (step, group, number), self._file(step))
+        records = token_file(self._folder, step)
+        if rows and records.is_file():
+            sql = 'SELECT learner_logp, entropy FROM log WHERE "group" = ? AND number = ?'
+            rows[0] |= next(iter(self._ask(sql, (group, number), {step: records})), {})
         return rows[0] if rows else None
 
     def last_steps(self, text: str) -> dict[str, int]:

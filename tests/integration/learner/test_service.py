@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(30
 async def test_a_kill_between_log_and_checkpoint_costs_nothing(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
-    config = run_of(tmp_path)
+    config = run_of(tmp_path, learner={"token_records": True})
     feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as first:
         instance = await registered(first, redis, keys, "learner")
@@ -73,8 +73,11 @@ async def test_a_kill_between_log_and_checkpoint_costs_nothing(
     assert versions[:3] == recorded
     assert [line["version"] for line in versions] == [0, 1, 2, 3]
     assert [line["step"] for line in lines(config, "metrics.jsonl")] == [1, 2, 3]
-    tables = [pq.read_table(path) for path in sorted((config.run_dir / "log").glob("*.parquet"))]
+    tables = [pq.read_table(path) for path in sorted((config.run_dir / "log").glob("step-*.parquet"))]
     ids = [(row["group"], row["number"]) for table in tables for row in table.to_pylist()]
+    records = [pq.read_table(path) for path in sorted((config.run_dir / "log").glob("tokens-*.parquet"))]
+    assert len(records) == 3
+    assert sorted((row["group"], row["number"]) for table in records for row in table.to_pylist()) == sorted(ids)
     assert sorted(ids) == [(group, number) for group in range(12) for number in range(4)]
     assert (await redis.xpending(keys.scored, "learner"))["pending"] == 0
     assert await redis.xlen(keys.scored) == 0

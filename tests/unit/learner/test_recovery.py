@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.simulated.settings import Settings
@@ -28,6 +29,7 @@ from gspo.learner.training.trainer_api import (
     TrainResult,
     configured_hyperparameters,
 )
+from gspo.runlog.step_files import token_file
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config, make_rows
@@ -238,6 +240,7 @@ def test_whatever_a_resume_may_change_of_training_is_recorded_with_a_version() -
         "learner.sequence_ranks",
         "learner.rank_timeout_s",
         "learner.mismatch_every",
+        "learner.token_records",
     }
     assert on_resume == recorded | no_part_of_the_update
 
@@ -262,6 +265,27 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
         start = lambda config, model, _: Trainer(config, model)  # noqa: E731
         assert recover(resumed, folder, run, Activity("learner"), start).weights.version == 3
         assert run.versions == recorded
+
+
+def test_a_replay_makes_token_records_that_a_kill_prevented(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    config = make_config(folder, algorithm={"pg_clip": 0.05}, learner={"token_records": True})
+    start = lambda config, model, _: Trainer(config, model)  # noqa: E731
+    with RunDir(tmp_path / "run") as run:
+        trainer = Trainer(config, folder)
+        run.write_step(1, rows := make_rows(folder, step=1))
+        run.steplog.write_tokens(1, trainer.train(1, rows, (), configured_hyperparameters(config, 1)).tokens)
+        path = token_file(run.steplog.folder, 1)
+        written = pq.read_table(path)
+        assert written.num_rows == len(rows)
+        changed = path.stat().st_mtime_ns
+        recover(config, folder, run, Activity("learner"), start)
+        assert path.stat().st_mtime_ns == changed, "it is not written twice"
+        path.unlink()
+        recover(config, folder, run, Activity("learner"), start)
+        assert pq.read_table(path).equals(written)
+        run.steplog.remove([1])
+        assert not path.exists()
 
 
 def test_a_version_that_is_not_finite_is_refused_wherever_one_is_made(config: Config, scored) -> None:

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from gspo.cli.report.overview import RunOverview
 from gspo.common.network.http_server import HttpGuard
-from gspo.learner.assembly.rows import row_from_scored
+from gspo.learner.assembly.rows import TokenRecord, row_from_scored
 from gspo.learner.storage.step_log import StepLog
 from gspo.view.http_api import make_page
 from gspo.view.log_query import LogQuery, filter_of
@@ -136,3 +136,23 @@ def test_tokens_have_a_shade_for_log_prob_version_and_mask() -> None:
         "mask": ["shade-0", "context", "context"],
     }
     assert visible("a\nb\u2066") == "a\nb⟦U+2066⟧"
+
+
+def test_token_records_colour_by_ratio_and_entropy(client: TestClient, run_dir: Path) -> None:
+    path = "/steps/1/groups/10/1"
+    assert "colour=ratio" not in client.get(path).text
+    refused = client.get(f"{path}?colour=ratio")
+    assert refused.status_code == 404
+    assert "learner.token_records" in refused.text
+    log = StepLog(run_dir / "log")
+    row = log.read(1)[1]
+    ratio = np.array([1.0, 1.5, 3.0], np.float32)[: len(row.token_ids)]
+    entropy = np.array([0.05, 0.7, 9.0], np.float32)[: len(row.token_ids)]
+    log.write_tokens(1, [TokenRecord(row.group, row.number, (row.logp + np.log(ratio)).astype(np.float32), entropy)])
+    shown = [name for name, counts in zip(("shade-0", "shade-3", "shade-4"), row.mask, strict=False) if counts]
+    text = client.get(f"{path}?colour=ratio").text
+    assert all(f'class="{name}" title="id' in text for name in shown)
+    assert "ratio 1.500 · entropy 0.700" in text
+    assert "within a factor of 2" in text
+    assert 'class="shade-2" title="id' in client.get(f"{path}?colour=entropy").text
+    assert client.get("/steps/1/groups/10/2?colour=entropy").status_code == 404, "that rollout has no record"

@@ -170,6 +170,12 @@ class LearnerConfig(Section):
         600.0, description="Longest wait of a rank for another; then the learner restarts", json_schema_extra=ON_RESUME
     )
     threads: int = Field(0, ge=0, description="CPU threads of a rank; 0 shares all cores out among them")
+    token_records: bool = Field(
+        False,
+        description="Whether the log-prob and the entropy of each trained token, at the update that trained it, are "
+        "written to log/tokens-*.parquet, from which the page of a rollout takes ratios",
+        json_schema_extra=ON_RESUME,
+    )
     mismatch_every: int = Field(
         MISMATCH_EVERY,
         ge=0,

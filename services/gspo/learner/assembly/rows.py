@@ -115,6 +115,21 @@ SCHEMA = pa.schema(
 )
 
 
+@dataclass(frozen=True)
+class TokenRecord:
+    """A rollout's figures at the update that trained it, the last one under several epochs.
+
+    Attributes:
+        logp_T: Log-prob of each token behind the first context by the policy; 0 where a token does not count.
+        entropy_T: Of the policy's distribution there, in nats; 0 where a token does not count.
+    """
+
+    group: int
+    number: int
+    logp_T: NDArray[np.float32]
+    entropy_T: NDArray[np.float32]
+
+
 def row_from_scored(scored: ScoredRollout) -> Row:
     """A row that belongs to no step yet, from an entry of the `scored` stream.
 

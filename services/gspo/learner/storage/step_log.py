@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gspo.common.host.durable_write import fsync
-from gspo.learner.assembly.rows import SCHEMA, Row, from_table, to_table
+from gspo.learner.assembly.rows import SCHEMA, Row, TokenRecord, from_table, to_table
 from gspo.learner.storage.durable_files import DiskSpace, link_new, temporary
 from gspo.learner.storage.group_results import rewards_differ
-from gspo.runlog.step_files import read_columns, step_file, step_files
+from gspo.runlog.step_files import read_columns, step_file, step_files, token_file
 
 _PATHS = {c.name: f"{c.name}.list.element" if pa.types.is_list(c.type) else c.name for c in SCHEMA}
 # Log-probs hardly repeat: a dictionary of them takes 0.4 of the writing, and their split bytes compress.
@@ -50,17 +50,21 @@ class StepLog:
         Raises:
             FileExistsError: The step has a file already, which stays.
         """
-        table = to_table(rows)
-        self._disk.retry_until_written(self.path(step).name, self.folder, lambda: self._write_whole(step, table))
+        path, table = self.path(step), to_table(rows)
+        self._disk.retry_until_written(path.name, self.folder, lambda: _write_new(path, table, **_ENCODING))
 
-    def _write_whole(self, step: int, table: Any) -> None:
-        unfinished = temporary(self.path(step))
-        try:
-            pq.write_table(table, unfinished, compression="zstd", **_ENCODING)
-        except OSError:
-            unfinished.unlink(missing_ok=True)  # half a file takes space that others need
-            raise
-        link_new(unfinished, self.path(step))
+    def write_tokens(self, step: int, records: Sequence[TokenRecord]) -> None:
+        """Write a trained step's token records, whole or not at all; nothing if there are none or the file is there."""
+        path = token_file(self.folder, step)
+        if not records or path.exists():
+            return
+        columns = {
+            "group": pa.array([record.group for record in records], pa.int64()),
+            "number": pa.array([record.number for record in records], pa.int32()),
+            "learner_logp": pa.array([record.logp_T for record in records], pa.list_(pa.float32())),
+            "entropy": pa.array([record.entropy_T for record in records], pa.list_(pa.float32())),
+        }
+        self._disk.retry_until_written(path.name, self.folder, lambda: _write_new(path, pa.table(columns)))
 
     def read(self, step: int) -> list[Row]:
         """A step's rows in training order.
@@ -78,7 +82,18 @@ class StepLog:
         return rewards_differ(zip(*table.to_pydict().values(), strict=True))
 
     def remove(self, steps: Sequence[int]) -> None:
-        """Remove the files of some steps."""
+        """Remove the files of some steps, with their token records."""
         for step in steps:
+            token_file(self.folder, step).unlink(missing_ok=True)
             self.path(step).unlink()
         fsync(self.folder)
+
+
+def _write_new(path: Path, table: pa.Table, **encoding: Any) -> None:
+    unfinished = temporary(path)
+    try:
+        pq.write_table(table, unfinished, compression="zstd", **encoding)
+    except OSError:
+        unfinished.unlink(missing_ok=True)  # half a file takes space that others need
+        raise
+    link_new(unfinished, path)

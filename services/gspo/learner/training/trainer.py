@@ -38,6 +38,7 @@ from gspo.learner.training.step_metrics import (
     objective_metrics,
     row_metrics,
 )
+from gspo.learner.training.token_recorder import TokenRecorder
 from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult, UpdateNotApplied
 from gspo_core.branches import lengths_of_sequences
 from gspo_core.figures import mismatch_stats
@@ -109,6 +110,7 @@ class Trainer(PolicyEngine):
         if not len(batch):
             return TrainResult(metrics | {"mini_batches_not_applied": 0.0})
         self._replay.begin(batch)
+        recorder = TokenRecorder(batch, is_on=self._config.learner.token_records)
         newest_BT = fresh_tokens(step, batch)
         targets, mismatch = self._targets(batch, newest_BT)
         sums = _StepSums([mismatch, self._probe.measure(step, batch)], bool((newest_BT == batch.mask_BT).all()))
@@ -126,7 +128,7 @@ class Trainer(PolicyEngine):
             entropy = np.random.SeedSequence((self._config.seed, step, update, self._rank))
             torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
             of_update_B = batch.mini_batch_B == mini_batch
-            loss, stats = self._backward(of_update_B, cuts[mini_batch], targets, batch, fresh_BT)
+            loss, stats = self._backward(of_update_B, cuts[mini_batch], targets, batch, fresh_BT, recorder)
             routing = self._replay.take_stats()
             grad_norm = self._apply(hyperparameters.max_grad_norm)
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -142,7 +144,8 @@ class Trainer(PolicyEngine):
             number for n, number in enumerate(mini_batches * self._algorithm.ppo_epochs) if n not in not_applied
         ]
         metrics |= self._flop_metrics(batch, targets, computed) | self._update_metrics(batch, targets, sums)
-        return TrainResult(metrics, tuple(sums.not_applied), self._probe.seconds)
+        tokens = recorder.records(lambda value: sum_over_ranks(self._counted(value), self._device))
+        return TrainResult(metrics, tuple(sums.not_applied), self._probe.seconds, tokens)
 
     def _flop_metrics(self, batch: StepBatch, targets: StepTargets, computed: Sequence[int]) -> dict[str, float]:
         algorithm = self._algorithm
@@ -265,6 +268,7 @@ class Trainer(PolicyEngine):
         targets: StepTargets,
         batch: StepBatch,
         fresh_BT: Tensor | None,
+        recorder: TokenRecorder,
     ) -> tuple[float, Stats]:
         """Gradients of one optimizer step; returns its loss over all ranks and this rank's sums."""
         counted_BT = targets.mask_BT[of_update_B]
@@ -291,6 +295,7 @@ class Trainer(PolicyEngine):
                         num_turns=num_turns,
                         own_loss=self._own_loss,
                     )
+                recorder.note(micro, logp_RT, entropy_RT)
                 losses.append(part.detach().double())
                 sums.append(stats)
                 if fresh_BT is not None:

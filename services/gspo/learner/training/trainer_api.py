@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gspo.common.config.engines import LearnerConfig
 from gspo.common.config.schema import Config
-from gspo.learner.assembly.rows import Row
+from gspo.learner.assembly.rows import Row, TokenRecord
 
 # Writes a checkpoint's files from copies and waits for those of other ranks, until its argument says to give up.
 WriteCheckpoint: TypeAlias = Callable[[Callable[[], bool]], None]
@@ -45,11 +45,13 @@ class TrainResult:
 
     Attributes:
         probe_s: Seconds of the mismatch probe.
+        tokens: Of each trained rollout, under learner.token_records; else empty.
     """
 
     metrics: dict[str, float]
     not_applied: tuple[UpdateNotApplied, ...] = ()
     probe_s: float = 0.0
+    tokens: tuple[TokenRecord, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,37 @@ def test_a_rollout_is_trained_at_the_temperature_that_its_agent_chose(folder: Pa
     assert_same_weights(trainer, plain.model.state_dict())
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_token_records_are_of_the_weights_before_the_update_and_change_nothing(folder: Path, packing: bool) -> None:
+    keys: dict[str, Any] = {"packing": packing, "micro_batch_tokens": 128}
+    rows, plain = make_rows(folder), PlainLoop(folder)
+    algorithm = {**GSPO, "num_mini_batches": 1}
+    rows = [replace(row, mini_batch=0) for row in rows]
+    recording = Trainer(make_config(folder, algorithm=algorithm, learner={**keys, "token_records": True}), folder)
+    silent = Trainer(make_config(folder, algorithm=algorithm, learner=keys), folder)
+    records = {(record.group, record.number): record for record in train(recording, 1, rows).tokens}
+    assert train(silent, 1, rows).tokens == ()
+    assert_same_weights(recording, silent.policy())
+    assert set(records) == {(row.group, row.number) for row in rows}
+    for row in rows:
+        record = records[row.group, row.number]
+        expected = answer_logp(plain.model, row, 1.0).detach().numpy()
+        np.testing.assert_allclose(record.logp_T[row.mask], expected[row.mask], atol=2e-5)
+        assert not record.logp_T[~row.mask].any()
+        assert (record.entropy_T[row.mask] > 0).all()
+
+
+def test_under_several_epochs_the_last_update_is_recorded(folder: Path) -> None:
+    algorithm = {**GSPO, "num_mini_batches": 1, "ppo_epochs": 2}
+    config = make_config(folder, algorithm=algorithm, learner={"token_records": True, "learning_rate": 1e-2})
+    rows = [replace(row, mini_batch=0) for row in make_rows(folder)]
+    plain = PlainLoop(folder, learning_rate=1e-2)
+    plain.train(rows)
+    for record, row in zip(train(Trainer(config, folder), 1, rows).tokens, rows, strict=True):
+        expected = answer_logp(plain.model, row, 1.0).detach().numpy()
+        np.testing.assert_allclose(record.logp_T[row.mask], expected[row.mask], atol=1e-3)
+
+
 def test_the_cut_into_micro_batches_changes_nothing(folder: Path) -> None:
     rows = make_rows(folder)
     trainers = []
