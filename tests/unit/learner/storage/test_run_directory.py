@@ -38,7 +38,7 @@ def in_a_process(work: Callable[[], None]) -> int | None:
     return process.exitcode
 
 
-def die(*_: object) -> None:
+def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
