@@ -10,6 +10,7 @@ import structlog
 from gspo.common.network.grpc_server import GrpcApi
 from gspo.common.service.app import App, Service, run_app
 from gspo.common.telemetry import metrics
+from gspo.reward.functions.run_record import RunRecord
 from gspo.reward.http_api.routes import RewardApi, rest_app
 from gspo.reward.registry.store import Registry
 from gspo.reward.registry.usage import UsageCounter
@@ -36,6 +37,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
     config, name = service.config, service.options.name
     registry = Registry(service.redis, config.registry_dir, replica=name, quotas=config.reward.quotas)
     usage = UsageCounter(service.redis)
+    record = RunRecord(service.options.run_dir / "log", usage, service.uid)
     opened = open_scorer(
         config.reward,
         name=name,
@@ -43,6 +45,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
         session=config.name,
         registry=registry,
         usage=usage,
+        on_use=record.keep,
     )
     async with opened as scorer, Admission(scorer.library, config.reward.allowed_packages) as admission:
         level = scorer.library.confinement
@@ -56,7 +59,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
         versions = {name: function.code.version for name, function in scorer.library.configured.items()}
         yield App(
             ScoringConsumer(service, scorer).run,
-            background={"registry": registry.run, "usage": usage.run},
+            background={"registry": registry.run, "usage": usage.run, "record": record.run},
             grpc=GrpcApi(
                 GRPC_SERVICE,
                 lambda server: add_RewardServicer_to_server(servicer, server),

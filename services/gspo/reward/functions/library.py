@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import structlog
 
@@ -100,6 +100,9 @@ def counted(function: Function, usage: UsageCounter | None, *, num_answers: int)
             usage.add(code.name, code.version, answers=num_answers, seconds=seconds)
 
 
+OnUse: TypeAlias = Callable[[Function], Awaitable[None]]
+
+
 class UnknownFunctionError(Exception):
     """There is no function of this name and version, or it cannot be loaded; the message says why."""
 
@@ -117,6 +120,7 @@ class Library:
 
     Attributes:
         configured: The functions of the run's configuration by name, loaded.
+        on_use: Awaited with each function that `find` returns; None for nothing.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class Library:
         self.limits, self.confinement, self.usage = limits, confinement, usage
         self._num_workers, self._registry, self._step_timeout_s = num_workers, registry, step_timeout_s
         self.configured: dict[str, Function] = {}
+        self.on_use: OnUse | None = None
         self._loaded: OrderedDict[tuple[str, str], Function] = OrderedDict()
         self._loading: dict[tuple[str, str], asyncio.Task[Function]] = {}
 
@@ -141,6 +146,12 @@ class Library:
         Raises:
             UnknownFunctionError: There is none, or it cannot be loaded.
         """
+        function = await self._find(name, version)
+        if self.on_use is not None:
+            await self.on_use(function)
+        return function
+
+    async def _find(self, name: str, version: str) -> Function:
         if function := self.configured.get(name):
             if not function.code.version.startswith(version):
                 loaded = function.code.version[:12]

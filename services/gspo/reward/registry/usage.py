@@ -19,11 +19,14 @@ from pydantic import BaseModel, Field
 from redis.asyncio import Redis
 
 from gspo.reward.registry.sync import PREFIX
+from gspo.runlog.function_files import FunctionCalls
 
 BUCKET_RATIO = 1.1
 SMALLEST_S = 1e-5
 FLUSH_S = 1.0
 PERCENTILES = (50, 90, 99)
+# Of a function's printed output in the run's log.
+MAX_PRINTED_CHARS = 4000
 _BUCKET, _ERROR = "bucket:", "error:"
 
 
@@ -56,10 +59,15 @@ class VersionUsage(BaseModel):
 
 
 class UsageCounter:
-    """Counts calls, and adds them up in Redis."""
+    """Counts calls, and adds them up in Redis.
+
+    Attributes:
+        totals: What this process has counted since its start, by name and version.
+    """
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
+        self.totals: dict[tuple[str, str], FunctionCalls] = {}
         # By name and version: the numbers to add to the fields of the hash in Redis.
         self._counts: defaultdict[tuple[str, str], defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._failures: dict[tuple[str, str], LastFailure] = {}
@@ -71,13 +79,27 @@ class UsageCounter:
         counts["answers"] += answers
         counts["seconds"] += seconds
         counts[f"{_BUCKET}{bucket_of(seconds)}"] += 1
+        total = self._total(name, version)
+        total.calls += 1
+        total.answers += answers
+        total.seconds += seconds
 
     def fail(self, name: str, version: str, kind: str, text: str, traceback: str = "", output: str = "") -> None:
         """Count one failure, of a call or of one answer in it."""
         self._counts[name, version][f"{_ERROR}{kind}"] += 1
-        self._failures[name, version] = LastFailure(
-            unix_s=time.time(), kind=kind, text=text, traceback=traceback, output=output
-        )
+        failure = LastFailure(unix_s=time.time(), kind=kind, text=text, traceback=traceback, output=output)
+        self._failures[name, version] = failure
+        total = self._total(name, version)
+        total.failures[kind] = total.failures.get(kind, 0) + 1
+        total.failure = failure.model_dump()
+
+    def keep_output(self, name: str, version: str, output: str) -> None:
+        """Keep the end of a call's printed output, for the run's log."""
+        if output.strip():
+            self._total(name, version).printed = output[-MAX_PRINTED_CHARS:]
+
+    def _total(self, name: str, version: str) -> FunctionCalls:
+        return self.totals.setdefault((name, version), FunctionCalls(name, version))
 
     async def run(self) -> None:
         """Add the counts to Redis every FLUSH_S, until cancelled."""

@@ -18,7 +18,7 @@ from gspo.common.config.reward import RewardConfig
 from gspo.common.config.sources import Source
 from gspo.common.reward_uses import EPISODE_PARTS, reward_uses
 from gspo.reward.functions.configured import open_library
-from gspo.reward.functions.library import Function, Library, UnknownFunctionError, counted
+from gspo.reward.functions.library import Function, Library, OnUse, UnknownFunctionError, counted
 from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError
@@ -120,7 +120,9 @@ class Scorer:
         """
         usage = self.library.usage
         with counted(function, usage, num_answers=len(batch)):
-            values, _ = await function.score(batch, session=session)
+            values, output = await function.score(batch, session=session)
+        if usage is not None:
+            usage.keep_output(function.code.name, function.code.version, output)
         for value in values:
             if isinstance(value, Failure) and usage is not None:
                 usage.fail(function.code.name, function.code.version, value.kind, value.reason, value.traceback)
@@ -197,11 +199,13 @@ async def open_scorer(
     session: str = "",
     registry: Registry | OfflineRegistry | None = None,
     usage: UsageCounter | None = None,
+    on_use: OnUse | None = None,
 ) -> AsyncIterator[Scorer]:
     """A scorer with the functions and environments of the sources loaded.
 
     Args:
         sources: One with the functions of `config` alone by default; the first scores a rollout that names no function.
+        on_use: Awaited before a function scores.
 
     Raises:
         InputError: A file cannot be read or loaded, or holds no function that can be called; or the machine supports
@@ -209,4 +213,5 @@ async def open_scorer(
     """
     first = sources[0] if sources else Source(functions=config.functions)
     async with open_library(config, sources=sources, registry=registry, usage=usage) as library:
+        library.on_use = on_use
         yield Scorer(library, reward_uses(first), batch_size=config.batch_size, name=name, session=session)
