@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -179,8 +180,10 @@ def _more_updates_do_no_harm(results: Results, _arm: str) -> tuple[bool, str] | 
     return rewards[max(rewards)] >= rewards[min(rewards)] - NOISE, f"reward by updates of a batch: {words} (one seed)"
 
 
-def _only_grpo_needs_routing_replay(results: Results, _arm: str) -> tuple[bool, str] | None:
-    runs = _by_seed(results, "routing", lambda run: (run["algorithm"], run["algorithm_keys"]["routing_replay"]))
+def _only_grpo_needs_routing_replay(
+    results: Results, _arm: str, experiment: str = "routing"
+) -> tuple[bool, str] | None:
+    runs = _by_seed(results, experiment, lambda run: (run["algorithm"], run["algorithm_keys"]["routing_replay"]))
     if not (compared := _at_equal_seeds(runs, [(name, routing) for name in COMPARED for routing in ROUTINGS])):
         return None
     (gspo, gspo_replayed, grpo, grpo_replayed), num_seeds = compared
@@ -189,6 +192,15 @@ def _only_grpo_needs_routing_replay(results: Results, _arm: str) -> tuple[bool, 
         f"(seeds: {num_seeds})"
     )
     return grpo_replayed > grpo + NOISE and gspo_replayed <= gspo + NOISE, words
+
+
+def _bfloat16_does_no_harm(results: Results, _arm: str) -> tuple[bool, str] | None:
+    names = {"float32": "routing-none-gspo-s0", "bfloat16": "bfloat16-none-gspo"}
+    if not all(name in results for name in names.values()):
+        return None
+    rewards = {dtype: last_reward(results[name]) for dtype, name in names.items()}
+    words = ", ".join(f"{dtype} {reward:.3f}" for dtype, reward in rewards.items())
+    return rewards["bfloat16"] >= rewards["float32"] - NOISE, f"reward: {words} (one seed, recomputed log-probs)"
 
 
 def _scaled_clip_learns_as_much(results: Results, _arm: str) -> tuple[bool | None, str] | None:
@@ -229,6 +241,11 @@ _OTHERS: tuple[tuple[str, Judge], ...] = (
     ("GSPO does without recomputed log-probs", _engine_log_probs_will_do),
     ("More updates of a batch do GSPO no harm", _more_updates_do_no_harm),
     ("Routing replay helps GRPO on a mixture, and GSPO needs none", _only_grpo_needs_routing_replay),
+    (
+        "The same with both engines in bfloat16",
+        partial(_only_grpo_needs_routing_replay, experiment="bfloat16"),
+    ),
+    ("GSPO on a mixture learns as much with a learner in bfloat16 as in float32", _bfloat16_does_no_harm),
     ("A clip scaled by length learns at least as much as a fixed one", _scaled_clip_learns_as_much),
 )
 

@@ -7,7 +7,8 @@ Experiments:
 - lag: versions behind, and the denominator of the ratio
 - updates: optimizer steps of a batch
 - routing: the mixture's passes with the experts of the policy before the step
-- clip: one clip for all lengths and one scaled by length, on answers of many lengths
+- bfloat16: the same with a learner in bfloat16, so that both engines are
+- clip: one clip for all lengths and one scaled by length, on answers of 65 and 245 tokens
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.section import Record
@@ -25,7 +27,7 @@ ARMS = {"dense": 0, "mixture": NUM_EXPERTS}  # experts of a layer
 RATES = {"dense": (3e-5, 1e-4, 3e-4), "mixture": (3e-5, 1e-4)}
 SEEDS = (0, 1, 2)
 SIGMAS = (3e-2, 1e-1)
-LAGS = (0, 4)
+LAGS = (0, 1, 4)
 UPDATES = (1, 2, 8)
 LAST = 10  # steps at the end of a run over which a mean is taken
 # The denominator of the ratio, and the correction that belongs to it.
@@ -57,6 +59,7 @@ class LongRun:
     learning_rate: float | None = None
     sigma: float = 0.0
     max_lag: int = 0
+    learner_dtype: str = "float32"
     algorithm_keys: Record = field(default_factory=dict)
     example: tuple[str, ...] = ()
 
@@ -121,17 +124,15 @@ def declared_runs() -> dict[str, LongRun]:
         for updates in UPDATES
         for algorithm in COMPARED
     }
+    routings = [(routing, algorithm) for routing in ROUTINGS for algorithm in COMPARED]
     runs |= {
-        f"routing-{routing}-{algorithm}-s{seed}": LongRun(
-            "routing",
-            "mixture",
-            algorithm,
-            seed,
-            algorithm_keys={**DENOMINATORS["recompute"], "routing_replay": routing},
-        )
+        f"routing-{routing}-{algorithm}-s{seed}": _routing_run("routing", algorithm, routing, seed)
         for seed in SEEDS
-        for routing in ROUTINGS
-        for algorithm in COMPARED
+        for routing, algorithm in routings
+    }
+    runs |= {
+        f"bfloat16-{routing}-{algorithm}": _routing_run("bfloat16", algorithm, routing, learner_dtype="bfloat16")
+        for routing, algorithm in routings
     }
     runs |= {
         f"clip-{clip}-s{seed}": LongRun("clip", "dense", "gspo", seed, algorithm_keys=keys, example=("--varied",))
@@ -139,6 +140,11 @@ def declared_runs() -> dict[str, LongRun]:
         for clip, keys in CLIPS.items()
     }
     return runs
+
+
+def _routing_run(experiment: str, algorithm: str, routing: str, seed: int = 0, **facts: Any) -> LongRun:
+    keys = {**DENOMINATORS["recompute"], "routing_replay": routing}
+    return LongRun(experiment, "mixture", algorithm, seed, algorithm_keys=keys, **facts)
 
 
 def grid_name(arm: str, algorithm: str, rate: float) -> str:

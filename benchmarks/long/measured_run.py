@@ -79,7 +79,7 @@ def _sections(run: LongRun, scale: Scale, rate: float) -> Record:
         },
         "staleness": {"max_lag": run.max_lag},
         "generation": PRECISION["generation"],
-        "learner": {**PRECISION["learner"], "learning_rate": rate},
+        "learner": {"dtype": run.learner_dtype, "learning_rate": rate},
         "evaluation": {"every": _EVALUATE_EVERY},
         # The checkpoint before the last step, from which the experts of that step are compared.
         "run": {"total_steps": scale.steps, "checkpoint_every": scale.steps - 1},

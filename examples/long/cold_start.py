@@ -78,7 +78,7 @@ def make(
     steps: Steps = None,
     experts: Experts = 0,
     sums: Annotated[int, typer.Option(min=5, help="Sums of an answer, of six tokens each")] = 40,
-    varied: Annotated[bool, typer.Option(help="Problems begin at any sum, so answers have many lengths")] = False,
+    varied: Annotated[bool, typer.Option(help="Half of the problems have the last ten sums alone")] = False,
     hidden: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64")] = 192,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model")] = 4,
 ) -> None:
@@ -89,19 +89,20 @@ def make(
 
     short = min(SHORT, sums)
 
+    def problem_length(draw: random.Random) -> int:
+        return draw.choice((short, sums)) if varied else sums
+
     def talk(draw: random.Random, length: int = 0) -> Talk:
-        """The last sums of a problem; as many as the problems of training have where `length` is 0."""
+        """A conversation of so many sums; of as many as a problem of training where `length` is 0."""
         digits = draw.randrange(10), draw.randrange(10), draw.randrange(10)
-        length = length or (draw.randint(short, sums) if varied else sums)
-        problem = DigitProblem(digits, sums - length + 1, sums)
+        problem = DigitProblem(digits, sums - (length or problem_length(draw)) + 1, sums)
         return Talk(prompt(problem), [solution(problem, draw)[0]], [])
 
     # Zeros stay zeros.
     starts: list[tuple[int, int, int]] = list(product(range(10), range(10), range(10)))[1:]
     draw = random.Random(f"{seed} problems")
     draw.shuffle(starts)
-    last_first = sums - short + 1 if varied else 1
-    records = [record(DigitProblem(digits, draw.randint(1, last_first), sums)) for digits in starts]
+    records = [record(DigitProblem(digits, sums - problem_length(draw) + 1, sums)) for digits in starts]
     files = {"prompts.jsonl": records[NUM_HELD_OUT:], "eval.jsonl": records[:NUM_HELD_OUT]}
     parts = [LessonPart(partial(talk, length=short), 32, share=0.6), LessonPart(talk, 12, share=0.4)]
     lengths = {"prompt_length": 2 * SPARE_TOKENS, "response_length": 6 * sums + SPARE_TOKENS}

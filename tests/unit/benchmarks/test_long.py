@@ -121,6 +121,16 @@ def test_routing_replay_is_judged_over_the_seeds_that_all_four_kinds_have() -> N
     assert verdict(results, start) == NOT_RUN
 
 
+@pytest.mark.parametrize(("reward", "expected"), [(0.57, "confirmed"), (0.55, "not confirmed")])
+def test_a_learner_in_bfloat16_is_compared_with_one_in_float32(reward: float, expected: str) -> None:
+    facts = {"arm": "mixture", "algorithm_keys": {"routing_replay": "none"}}
+    results = {"routing-none-gspo-s0": result("gspo", 0.6, experiment="routing", **facts)}
+    start = "GSPO on a mixture learns as much with a learner in bfloat16"
+    assert verdict(results, start) == NOT_RUN
+    results["bfloat16-none-gspo"] = result("gspo", reward, experiment="bfloat16", **facts)
+    assert verdict(results, start) == expected
+
+
 @pytest.mark.parametrize(("scaled", "expected"), [(0.57, "confirmed"), (0.55, "not confirmed")])
 def test_the_scaled_clip_is_compared_with_the_fixed_one(scaled: float, expected: str) -> None:
     keys = {"pg_clip_reference_length": 245}
@@ -150,7 +160,11 @@ def test_the_best_rate_waits_for_every_run_of_the_grid() -> None:
 
 def test_every_experiment_is_declared_and_patterns_choose_its_runs() -> None:
     runs = declared_runs()
-    assert {run.experiment for run in runs.values()} == {"ratio", "noise", "lag", "updates", "routing", "clip"}
+    experiments = ["ratio", "noise", "lag", "updates", "routing", "bfloat16", "clip"]
+    assert {run.experiment for run in runs.values()} == set(experiments)
+    assert {name for name, run in runs.items() if run.learner_dtype == "bfloat16"} == {
+        name for name in runs if name.startswith("bfloat16-")
+    }
     assert chosen_names("lag-4-*,dense-gspo-0.0001-s0", list(runs)) == [
         "dense-gspo-0.0001-s0",
         "lag-4-inference",
@@ -194,7 +208,7 @@ def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_ou
     results = {"dense-gspo-0.0001-s0": result("gspo", 0.8), "dense-grpo-0.0001-s0": result("grpo", 0.4)}
     page = write_page(results, SCALES["small"], tmp_path / "long.md").read_text()
     first = page.partition("-->")[2].strip()
-    assert first.startswith("Of 14 claims: 2 confirmed, 1 not confirmed, 11 not run yet.")
+    assert first.startswith("Of 16 claims: 2 confirmed, 1 not confirmed, 13 not run yet.")
     assert "| dense-gspo-0.0001-s0, 0.0001 | 0.100 | 0.900 | 0.800 | 0.800 | 50.00% |" in page
     assert "Times are left out: other work took up to 90% of the machine" in page
     assert "s a step" not in page
@@ -205,4 +219,4 @@ def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_ou
 
 def test_the_page_can_be_written_before_any_run(tmp_path: Path) -> None:
     page = write_page({}, SCALES["small"], tmp_path / "long.md").read_text()
-    assert "Of 14 claims: 14 not run yet." in page
+    assert "Of 16 claims: 16 not run yet." in page
