@@ -44,7 +44,7 @@ slurm-test: setup ## Slurm with two nodes: train, two jobs on one node, lost nod
 
 browser-test: setup ## The HTTP APIs against pages of other sites (Error 3: no Chromium, not tested)
 	$(call need,chromium,pages of other sites,chromium)
-	$(BIN)/python -m pytest tests/browser/pages.py tests/browser/run_page.py
+	$(BIN)/python -m pytest tests/browser/pages.py tests/browser/run_page.py tests/browser/function_page.py
 
 lint: setup ## ruff, mypy strict, and the prose of pages and comments
 	$(BIN)/ruff check .

@@ -79,7 +79,7 @@ def broken_rules(path: str, source: str) -> list[str]:
 
 
 def _is_http_api(path: str) -> bool:
-    return path.endswith(("/http_api.py", "/chat_api.py", "/task_api.py")) or "/http_api/" in path
+    return path.endswith("_api.py") or "/http_api/" in path
 
 
 def _module(path: str) -> str:

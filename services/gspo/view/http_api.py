@@ -22,6 +22,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.middleware.base import RequestResponseEndpoint
 
 from gspo.view.comparison import compared_curves, config_differences, shared_answers
+from gspo.view.function_api import add_functions
+from gspo.view.function_versions import RunFunctions
 from gspo.view.log_query import PAGE_ROWS, SORTS, LogQuery, filter_of
 from gspo.view.page_text import (
     COLOURS,
@@ -71,6 +73,7 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path]) -> FastA
 
     _add_files(app)
     _add_overview(app, page, run.overview)
+    add_functions(app, page, RunFunctions(log, run.run_dir / "log"))
     if len(runs) > 1:
         _add_comparison(app, page, runs)
 

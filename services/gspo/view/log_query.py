@@ -169,6 +169,18 @@ class LogQuery:
         sql = f'SELECT {_SHOWN}, text FROM log WHERE prompt = ? ORDER BY "group", number LIMIT ?'
         return self._ask(sql, (prompt, num), self._file(step))
 
+    def steps(self) -> list[int]:
+        """The logged steps, in order."""
+        return list(step_files(self._folder))
+
+    def of_all_steps(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Rows of a statement about `log`, the rollouts of all steps.
+
+        Args:
+            sql: Not a reader's text; with one `?` for each of `values`.
+        """
+        return self._ask(sql, values, step_files(self._folder))
+
     def _file(self, step: int) -> dict[int, Path]:
         files = step_files(self._folder)
         return {step: files[step]} if step in files else {}

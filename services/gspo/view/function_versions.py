@@ -1,0 +1,220 @@
+"""The reward functions of a run by version: their source, scores over steps, calls, failures and printed output.
+
+Scores come from the step files, everything else from the files that gspo.runlog.function_files describes. Names,
+sources and outputs are texts of users and models: the templates escape them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from gspo.runlog.function_files import FunctionCalls, FunctionSource, read_calls, read_sources
+from gspo.view.log_query import LogQuery
+
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+# Unchanged lines around a change.
+_CONTEXT = 5
+# Part names are FUNCTION or FUNCTION/PART.
+_SCORES = """SELECT name, version, step, count(*) AS answers, sum(score) AS score FROM (
+    SELECT step, "group", number, split_part(part.name, '/', 1) AS name, part.version AS version,
+        sum(part.value * part.weight) AS score
+    FROM (SELECT step, "group", number, unnest(from_json(nullif(parts_json, ''),
+        '[{"name": "VARCHAR", "value": "DOUBLE", "weight": "DOUBLE", "version": "VARCHAR"}]')) AS part FROM log)
+    WHERE part.version <> '' GROUP BY ALL) GROUP BY ALL"""
+_FAILURES = """SELECT known.name, known.version, step, count(*) AS failed
+    FROM log, (VALUES {places}) AS known(name, version)
+    WHERE failure IS NOT NULL AND contains(reward_version, known.version)
+        AND (starts_with(failure, known.name || ': ') OR contains(failure, '; ' || known.name || ': '))
+    GROUP BY ALL"""
+
+
+@dataclass
+class FunctionVersion:
+    """One version of a function under one name.
+
+    Attributes:
+        source: None where the log has none: it is of an earlier gspo, or only the environment of a rollout.
+        calls: None where no reward service has written any.
+        scores: By step: the number of scored rollouts, and the sum of their scores with the weight in the reward.
+        failed: By step: the rollouts that it gave no score.
+    """
+
+    name: str
+    version: str
+    source: FunctionSource | None = None
+    calls: FunctionCalls | None = None
+    scores: dict[int, tuple[int, float]] = field(default_factory=dict)
+    failed: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps whose rollouts it scored, or failed to."""
+        return sorted({*self.scores, *self.failed})
+
+    @property
+    def answers(self) -> int:
+        """Rollouts of the log that it scored."""
+        return sum(number for number, _ in self.scores.values())
+
+    @property
+    def num_failed(self) -> int:
+        """Rollouts of the log that it gave no score."""
+        return sum(self.failed.values())
+
+    @property
+    def mean(self) -> float | None:
+        """Mean score with its weight."""
+        return sum(total for _, total in self.scores.values()) / self.answers if self.answers else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Mean seconds of an answer, over its calls."""
+        return self.calls.seconds / self.calls.answers if self.calls and self.calls.answers else None
+
+
+class RunFunctions:
+    """The functions of one run; read again when the log has grown. Any thread may ask."""
+
+    def __init__(self, log: LogQuery, log_folder: Path) -> None:
+        self._log, self._folder, self._lock = log, log_folder, Lock()
+        self._scored: tuple[tuple[int, ...], list[FunctionVersion]] = ((), [])
+
+    def versions(self) -> list[FunctionVersion]:
+        """Every version by name, the first used first.
+
+        Raises:
+            duckdb.Error: A step file cannot be read.
+        """
+        calls = read_calls(self._folder)
+        versions = {(known.name, known.version): known for known in self._scores()}
+        for source in read_sources(self._folder):
+            names = [name for name, version in versions if version == source.version] or [source.name]
+            for name in names:
+                versions.setdefault((name, source.version), FunctionVersion(name, source.version)).source = source
+        for key, known in versions.items():
+            known.calls = calls.get(key)
+        return sorted(versions.values(), key=lambda known: (known.name, _first_use(known), known.version))
+
+    def _scores(self) -> list[FunctionVersion]:
+        """The versions in the step files, as new objects."""
+        with self._lock:
+            steps = tuple(self._log.steps())
+            if self._scored[0] != steps:
+                self._scored = steps, self._read_scores()
+            return [
+                FunctionVersion(known.name, known.version, scores=known.scores, failed=known.failed)
+                for known in self._scored[1]
+            ]
+
+    def _read_scores(self) -> list[FunctionVersion]:
+        versions: dict[tuple[str, str], FunctionVersion] = {}
+
+        def version_of(name: str, version: str) -> FunctionVersion:
+            return versions.setdefault((name, version), FunctionVersion(name, version))
+
+        for row in self._log.of_all_steps(_SCORES):
+            version_of(row["name"], row["version"]).scores[row["step"]] = (row["answers"], row["score"] or 0.0)
+        known = {*versions, *((source.name, source.version) for source in read_sources(self._folder))}
+        if known:
+            sql = _FAILURES.format(places=", ".join(["(?, ?)"] * len(known)))
+            for row in self._log.of_all_steps(sql, [text for pair in known for text in pair]):
+                version_of(row["name"], row["version"]).failed[row["step"]] = row["failed"]
+        return list(versions.values())
+
+    def named(self, version: str) -> list[FunctionVersion]:
+        """The functions of a version: one, unless several names have the same content."""
+        return [known for known in self.versions() if known.version == version]
+
+
+def _first_use(known: FunctionVersion) -> tuple[float, int]:
+    return known.source.used_unix_s if known.source else 0.0, known.steps[0] if known.steps else 0
+
+
+def function_curves(versions: Sequence[FunctionVersion]) -> list[dict[str, Any]]:
+    """Score and failures of each function over steps, a line for each of its newest versions; for curves.js."""
+    by_name: defaultdict[str, list[FunctionVersion]] = defaultdict(list)
+    for known in versions:
+        if known.steps:
+            by_name[known.name].append(known)
+    curves = []
+    for name, all_of_one in by_name.items():
+        newest = all_of_one[-len(_COLOURS) :]
+        means = [{step: total / number for step, (number, total) in known.scores.items()} for known in newest]
+        question = f"What does {name} give?"
+        reading = "Each version's mean, with its weight in the reward."
+        curves.append(_curve(f"score {name}", question, reading, "mean score", newest, means, is_share=False))
+        if any(known.failed for known in newest):
+            shares = [
+                {step: known.failed.get(step, 0) / _tried(known, step) for step in known.steps} for known in newest
+            ]
+            question, reading = f"How often does {name} fail?", "Rollouts that it gave no score."
+            curves.append(_curve(f"failures {name}", question, reading, "failed", newest, shares, is_share=True))
+    return curves
+
+
+def _tried(known: FunctionVersion, step: int) -> int:
+    return known.scores.get(step, (0, 0.0))[0] + known.failed.get(step, 0)
+
+
+def _curve(
+    name: str,
+    question: str,
+    reading: str,
+    label: str,
+    versions: Sequence[FunctionVersion],
+    values: Sequence[dict[int, float]],
+    *,
+    is_share: bool,
+) -> dict[str, Any]:
+    steps = sorted({step for of_one in values for step in of_one})
+    lines = [
+        {
+            "label": known.version[:12],
+            "figure": "parts_json" if not is_share else "failure",
+            "colour": colour,
+            "is_dashed": False,
+            "values": [of_one.get(step) for step in steps],
+        }
+        for known, of_one, colour in zip(versions, values, _COLOURS, strict=False)
+    ]
+    fields = {"name": name, "question": question, "reading": reading, "label": label}
+    return {**fields, "is_share": is_share, "steps": steps, "lines": lines}
+
+
+@dataclass(frozen=True)
+class DifferenceLine:
+    """A line of a difference.
+
+    Attributes:
+        sign: `+`, `-`, a space for an unchanged line, or `…` for lines that are left out.
+        old, new: Its numbers in the two texts, from 1; None where it is not in that one.
+    """
+
+    sign: str
+    old: int | None
+    new: int | None
+    text: str
+
+
+def difference_of(old: str, new: str) -> list[DifferenceLine]:
+    """The changed lines between two sources, with unchanged ones around them; empty where they are equal."""
+    before, after = old.splitlines(), new.splitlines()
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=len(before) + len(after) > 2000)
+    lines: list[DifferenceLine] = []
+    for number, group in enumerate(matcher.get_grouped_opcodes(_CONTEXT)):
+        if number:
+            lines.append(DifferenceLine("…", None, None, ""))
+        for tag, old_start, old_end, new_start, new_end in group:
+            if tag == "equal":
+                pairs = zip(range(old_start, old_end), range(new_start, new_end), strict=True)
+                lines += [DifferenceLine(" ", was + 1, now + 1, before[was]) for was, now in pairs]
+                continue
+            lines += [DifferenceLine("-", was + 1, None, before[was]) for was in range(old_start, old_end)]
+            lines += [DifferenceLine("+", None, now + 1, after[now]) for now in range(new_start, new_end)]
+    return lines
