@@ -20,18 +20,14 @@ from gspo.view.log_query import LogQuery
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 # Unchanged lines around a change.
 _CONTEXT = 5
+_SHAPE = '[{"name": "VARCHAR", "value": "DOUBLE", "weight": "DOUBLE", "version": "VARCHAR"}]'
+_PARTS = f"""SELECT step, "group", number, unnest(from_json(nullif(parts_json, ''), '{_SHAPE}')) AS part FROM log"""
 # Part names are FUNCTION or FUNCTION/PART.
-_SCORES = """SELECT name, version, step, count(*) AS answers, sum(score) AS score FROM (
-    SELECT step, "group", number, split_part(part.name, '/', 1) AS name, part.version AS version,
-        sum(part.value * part.weight) AS score
-    FROM (SELECT step, "group", number, unnest(from_json(nullif(parts_json, ''),
-        '[{"name": "VARCHAR", "value": "DOUBLE", "weight": "DOUBLE", "version": "VARCHAR"}]')) AS part FROM log)
-    WHERE part.version <> '' GROUP BY ALL) GROUP BY ALL"""
-_FAILURES = """SELECT known.name, known.version, step, count(*) AS failed
-    FROM log, (VALUES {places}) AS known(name, version)
-    WHERE failure IS NOT NULL AND contains(reward_version, known.version)
-        AND (starts_with(failure, known.name || ': ') OR contains(failure, '; ' || known.name || ': '))
-    GROUP BY ALL"""
+_SUMS = f"""SELECT step, split_part(part.name, '/', 1) AS name, part.version AS version,
+    sum(part.value * part.weight) AS score
+    FROM ({_PARTS}) WHERE part.version <> '' GROUP BY step, name, version, "group", number"""
+_SCORES = f"SELECT name, version, step, count(*) AS answers, sum(score) AS score FROM ({_SUMS}) GROUP BY ALL"
+_IS_OF = "(starts_with(failure, known.name || ': ') OR contains(failure, '; ' || known.name || ': '))"
 
 
 @dataclass
@@ -122,7 +118,10 @@ class RunFunctions:
             version_of(row["name"], row["version"]).scores[row["step"]] = (row["answers"], row["score"] or 0.0)
         known = {*versions, *((source.name, source.version) for source in read_sources(self._folder))}
         if known:
-            sql = _FAILURES.format(places=", ".join(["(?, ?)"] * len(known)))
+            places = ", ".join(["(?, ?)"] * len(known))
+            sql = f"""SELECT known.name, known.version, step, count(*) AS failed
+                FROM log, (VALUES {places}) AS known(name, version)
+                WHERE failure IS NOT NULL AND contains(reward_version, known.version) AND {_IS_OF} GROUP BY ALL"""
             for row in self._log.of_all_steps(sql, [text for pair in known for text in pair]):
                 version_of(row["name"], row["version"]).failed[row["step"]] = row["failed"]
         return list(versions.values())

@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path, scored) -> Path:
             if value is None:
                 row = replace(row, reward=None, parts_json="[]", failure="exact: took longer than 1 s")
             else:
-                # The length penalty is no function, and a function may have named parts.
+                # The length penalty has no function, and a function may have named parts.
                 parts = [part(value, version, "exact/a"), part(1.0, version, "exact/b", 0.0), part(-1.0, "", "length")]
                 row = replace(row, parts_json=json.dumps(parts))
             rows.append(row)
