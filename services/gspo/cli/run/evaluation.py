@@ -244,7 +244,7 @@ def _choose_source(config: dict[str, Any], base: Config, name: str | None) -> No
     config["data"] |= {"sources": [], "prompt_column": chosen.prompt_column}
     config["reward"]["functions"] = [function.model_dump(mode="json") for function in chosen.functions]
     config["environment"] = chosen.environment.model_dump(mode="json")
-    config["sampling"]["stop"] = list(chosen.stop)
+    config["sampling"] |= {"stop": list(chosen.stop), "temperature": chosen.temperature}
 
 
 def _fit_lengths(config: dict[str, Any], spec: EvaluationSpec) -> None:

@@ -247,10 +247,10 @@ class Config(Section):
                 "stands beside an agent, and rollouts are played by one",
                 "Leave one of them out",
             )
-        if self.sampling.stop:
-            raise self.wrong(
-                "sampling.stop", "has no effect with an agent, which names stop strings in its requests", "Leave it out"
-            )
+        for source in self.sources:
+            if source.stop:
+                rule = "has no effect with an agent, which names stop strings in its requests"
+                raise ConfigError(source.stop_key, list(source.stop), rule, "Leave it out")
         if self.agent.timeout_s > self.staleness.group_deadline_s:
             raise self.wrong(
                 "agent.timeout_s",
@@ -281,7 +281,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _sources_can_be_trained(self) -> Config:
         self.teacher.check_rewards(self.algorithm)
-        self.teacher.check_temperature(self.sampling.temperature)
+        for source in self.sources:
+            self.teacher.check_temperature(source.temperature, source.temperature_key)
         if self.teacher.address is not None and self.agent.sampling == "client":
             raise self.wrong(
                 "agent.sampling",
@@ -414,6 +415,12 @@ class Config(Section):
     def sources(self) -> tuple[Source, ...]:
         """The sources of prompts, each with its reward and environment; one without a name for data.prompts."""
         return sources_of(self)
+
+    @property
+    def several_temperatures(self) -> bool:
+        """Whether rollouts may have another temperature than sampling.temperature."""
+        of_sources = {source.temperature for source in self.sources}
+        return self.agent.sampling == "client" or of_sources != {self.sampling.temperature}
 
     def source_of(self, file: str) -> Source:
         """The source of a held-out file: the only one, or that of the file's name."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
+from gspo.common.config.engines import SamplingConfig
 from gspo.common.config.fields import FilePath, RunName, Section
 from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
@@ -44,6 +45,9 @@ class SourceConfig(Section):
         None, description="Environment of its conversations; the section environment by default, {} for none"
     )
     stop: tuple[str, ...] | None = Field(None, description="Strings that end its answers; sampling.stop by default")
+    temperature: PositiveFloat | None = Field(
+        None, description="Temperature of its answers, and of the learner's log-probs; sampling.temperature by default"
+    )
 
 
 class DataConfig(Section):
@@ -110,7 +114,8 @@ class Source:
         name: Empty where data.prompts is the only source.
         weight: Share of the groups, relative to the other sources.
         agent_weight: Factor of the reward that the run's agent returns; None where it returns none.
-        prompts_key, column_key, functions_key, environment_key: Where the configuration has its values, for messages.
+        prompts_key, column_key, functions_key, environment_key, stop_key, temperature_key: Where the configuration
+            has its values, for messages.
     """
 
     name: str = ""
@@ -120,11 +125,14 @@ class Source:
     functions: tuple[RewardFunction, ...] = ()
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     stop: tuple[str, ...] = ()
+    temperature: float = 1.0
     agent_weight: float | None = None
     prompts_key: str = "data.prompts"
     column_key: str = "data.prompt_column"
     functions_key: str = "reward.functions"
     environment_key: str = "environment"
+    stop_key: str = "sampling.stop"
+    temperature_key: str = "sampling.temperature"
 
     @property
     def part_labels(self) -> list[str]:
@@ -152,6 +160,7 @@ def sources_of(config: Config) -> tuple[Source, ...]:
         functions=config.reward.functions,
         environment=config.environment,
         stop=config.sampling.stop,
+        temperature=config.sampling.temperature,
         agent_weight=config.agent.weight if config.agent.used else None,
     )
     return tuple(_of_list(index, own, only) for index, own in enumerate(data.sources)) or (only,)
@@ -162,11 +171,16 @@ def _of_list(index: int, own: SourceConfig, shared: Source) -> Source:
     key = f"data.sources.{index}"
     changes: dict[str, Any] = {"name": own.name, "prompts": own.prompts, "weight": own.weight}
     changes["prompts_key"] = f"{key}.prompts"
-    keys = {"prompt_column": "column_key", "functions": "functions_key", "environment": "environment_key", "stop": ""}
+    keys = {
+        "prompt_column": "column_key",
+        "functions": "functions_key",
+        "environment": "environment_key",
+        "stop": "stop_key",
+        "temperature": "temperature_key",
+    }
     for name, its_key in keys.items():
         if (value := getattr(own, name)) is not None:
-            changes[name] = value
-            changes |= {its_key: f"{key}.{name}"} if its_key else {}
+            changes |= {name: value, its_key: f"{key}.{name}"}
     return replace(shared, **changes)
 
 
@@ -218,6 +232,10 @@ def _check_effect(config: Config) -> None:
         "functions": ("reward.functions", bool(config.reward.functions)),
         "environment": ("environment", config.environment.used),
         "stop": ("sampling.stop", bool(config.sampling.stop)),
+        "temperature": (
+            "sampling.temperature",
+            config.sampling.temperature != SamplingConfig.model_fields["temperature"].default,
+        ),
     }
     listed = config.data.sources
     for name, (key, is_set) in values.items():

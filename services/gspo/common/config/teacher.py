@@ -92,17 +92,17 @@ class TeacherConfig(Section):
             raise ConfigError("address", NO_VALUE, rule, "Leave it out; GSPO_TEACHER_API_KEY may hold a key")
         return self
 
-    def check_temperature(self, temperature: float) -> None:
+    def check_temperature(self, temperature: float, key: str) -> None:
         """Refuse another temperature than 1 beside an address.
 
         A server gives log-probs of the logits as they are. Those of another temperature need every logit.
 
         Raises:
-            ConfigError: Names sampling.temperature.
+            ConfigError: Names the key.
         """
         if self.address is not None and temperature != 1:
             raise ConfigError(
-                "sampling.temperature",
+                key,
                 temperature,
                 "needs the teacher's log-probs at that temperature, and a vLLM server (teacher.address) gives those of "
                 "a prompt at temperature 1 alone",

@@ -63,7 +63,7 @@ def training_task(config: Config, source: Source, group: int, prompt: Prompt) ->
         group=group,
         num_rollouts=config.algorithm.num_return_sequences_in_group,
         prompt=prompt,
-        sampling=_sampling(config, source, config.sampling.temperature),
+        sampling=_sampling(config, source, source.temperature),
         rewards=reward_uses(source),
         **_episode(config, source.environment),
     )
@@ -73,7 +73,7 @@ def evaluation_tasks(
     config: Config, source: Source, row: int, prompt: Prompt, *, label: str, version: int
 ) -> list[GroupTask]:
     """Group 2 * row sampled as in training, and group 2 * row + 1 greedy under evaluation.greedy."""
-    kinds = [(2 * row, config.evaluation.num_answers, config.sampling.temperature)]
+    kinds = [(2 * row, config.evaluation.num_answers, source.temperature)]
     if config.evaluation.greedy:
         kinds.append((2 * row + 1, 1, 0.0))
     return [

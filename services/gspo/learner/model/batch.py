@@ -68,7 +68,7 @@ class StepBatch:
 
         Args:
             by_branch: Whether a branch is a sequence of the formulas (algorithm.ratio_of).
-            own_temperatures: Whether each rollout may have a temperature of its own (agent.sampling).
+            own_temperatures: Whether each rollout may have a temperature of its own (agent.sampling, data.sources).
 
         Raises:
             ValueError: A branch has no context, so that no state predicts its first token.

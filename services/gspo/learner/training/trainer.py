@@ -102,9 +102,8 @@ class Trainer(PolicyEngine):
         """
         # OpenMP counts threads anew for every thread that calls it.
         torch.set_num_threads(self._threads)
-        own_temperatures = self._config.agent.sampling == "client"
         by_branch = self._algorithm.ratio_of == "branch"
-        batch = StepBatch.from_rows(rows, by_branch=by_branch, own_temperatures=own_temperatures)
+        batch = StepBatch.from_rows(rows, by_branch=by_branch, own_temperatures=self._config.several_temperatures)
         self._set_hyperparameters(hyperparameters)
         metrics = row_metrics(rows) | batch_metrics(batch, step - 1) | {"learning_rate": hyperparameters.learning_rate}
         if not len(batch):

@@ -30,12 +30,14 @@ def read(sources: Any = (SUM, GUESS), **sections: Any) -> Config:
 
 
 def test_a_source_has_the_values_of_the_sections_unless_it_has_its_own() -> None:
-    own = {**SUM, "prompt_column": "question", "functions": [{"path": "r.py"}], "stop": ["\n"]}
+    own = {**SUM, "prompt_column": "question", "functions": [{"path": "r.py"}], "stop": ["\n"], "temperature": 0.7}
     config = read([own, {"name": "b", "prompts": "b.jsonl"}], sampling={"stop": ["."]}, environment={"path": "env.py"})
     first, second = config.sources
     assert (first.name, first.prompts, first.weight, first.stop) == ("sum", Path("/c/sum.jsonl"), 3.0, ("\n",))
     assert (first.prompt_column, first.column_key) == ("question", "data.sources.0.prompt_column")
     assert [key for key, _ in first.code()] == ["data.sources.0.functions.0", "environment"]
+    assert [source.temperature for source in config.sources] == [0.7, 1.0]
+    assert config.several_temperatures
     assert (second.prompt_column, second.column_key, second.stop) == ("prompt", "data.prompt_column", (".",))
     assert [key for key, _ in second.code()] == ["reward.functions.0", "environment"]
     assert [source.prompts_key for source in config.sources] == ["data.sources.0.prompts", "data.sources.1.prompts"]
@@ -45,6 +47,12 @@ def test_data_prompts_is_the_only_source_without_a_name() -> None:
     (only,) = read((), data={"prompts": "p.jsonl"}).sources
     assert (only.name, only.prompts, only.prompts_key) == ("", Path("/c/p.jsonl"), "data.prompts")
     assert [key for key, _ in only.code()] == ["reward.functions.0"]
+
+
+def test_one_temperature_for_all_is_the_runs() -> None:
+    assert not read(sampling={"temperature": 0.7}).several_temperatures
+    assert not read([{**SUM, "temperature": 1.0}, GUESS]).several_temperatures
+    assert read([{**SUM, "temperature": 0.7}]).several_temperatures
 
 
 def test_an_empty_environment_is_none() -> None:
@@ -75,6 +83,18 @@ def test_an_empty_environment_is_none() -> None:
         ((GUESS,), {}, r"reward.functions: has no effect: every source has its own functions"),
         ((GUESS,), {"reward": {}, "environment": {"path": "e.py"}}, r"environment: has no effect"),
         (({**SUM, "stop": []},), {"sampling": {"stop": ["."]}}, r"sampling.stop: has no effect"),
+        (({**SUM, "temperature": 0.7},), {"sampling": {"temperature": 0.5}}, r"sampling.temperature: has no effect"),
+        (({**SUM, "temperature": 0},), {}, r"data.sources.0.temperature: 0 is not allowed"),
+        (
+            (SUM, {**SUM, "name": "b", "temperature": 0.7}),
+            {"teacher": {"address": "http://t:1", "model": "t"}},
+            r"data.sources.1.temperature: 0.7 needs the teacher's log-probs at that temperature",
+        ),
+        (
+            (SUM, {**SUM, "name": "b", "stop": ["."]}),
+            {"agent": {"external": True}, "gateway": {"replicas": 1}},
+            r"data.sources.1.stop: .* has no effect with an agent",
+        ),
         (({**SUM, "prompt_column": "q"},), {"data": {"prompt_column": "p"}}, r"data.prompt_column: has no effect"),
         ((SUM, GUESS), {"run": {"total_epochs": 2}}, r"run.total_epochs: 2.0 has no meaning for several sources"),
         (

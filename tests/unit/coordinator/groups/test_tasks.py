@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import PreTrainedTokenizerFast
 
 from gspo.common.config.loading import parse_config
@@ -100,15 +101,17 @@ async def test_each_source_has_the_order_of_a_run_of_it_alone(
     assert [task.prompt.text for task in listed_alone] == alone["a"]
 
 
-async def test_each_task_has_the_reward_environment_and_stops_of_its_source(
+async def test_each_task_has_the_reward_environment_and_sampling_of_its_source(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     write(tmp_path, "a", 3)
     write(tmp_path, "b", 3)
-    own = {"functions": [], "environment": {"path": "env.py", "max_turns": 3, "weight": 2.0}, "stop": []}
+    environment = {"path": "env.py", "max_turns": 3, "weight": 2.0}
+    own = {"functions": [], "environment": environment, "stop": [], "temperature": 0.7}
     sources = [{"name": "a", "prompts": "a.jsonl"}, {"name": "b", "prompts": "b.jsonl", **own}]
     first, second = await taken(tasks_of(tmp_path, tokenizer, sources=sources), range(2))
     assert ([use.name for use in first.rewards], first.environment) == (["exact_match"], "")
-    assert list(first.sampling.stop) == ["."]
+    assert (list(first.sampling.stop), first.sampling.temperature) == (["."], 1.0)
     assert [(use.name, use.weight) for use in second.rewards] == [("environment", 2.0)]
     assert (second.environment, second.play.max_turns, list(second.sampling.stop)) == ("env", 3, [])
+    assert second.sampling.temperature == pytest.approx(0.7)

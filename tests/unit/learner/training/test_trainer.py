@@ -91,10 +91,20 @@ def test_the_temperature_is_the_samplings(folder: Path) -> None:
     assert_same_weights(trainer, plain.model.state_dict())
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_rollout_is_trained_at_the_temperature_that_its_agent_chose(folder: Path, packing: bool) -> None:
+OF_AGENTS: dict[str, Any] = {"agent": {"external": True, "sampling": "client"}, "gateway": {"replicas": 1}}
+OF_SOURCES: dict[str, Any] = {
+    "data": {
+        "sources": [
+            {"name": name, "prompts": "prompts.jsonl", "temperature": temperature}
+            for name, temperature in (("hot", 1.6), ("cold", 0.7))
+        ]
+    }
+}
+
+
+@pytest.mark.parametrize(("packing", "keys"), [(True, OF_AGENTS), (False, OF_AGENTS), (True, OF_SOURCES)])
+def test_a_rollout_is_trained_at_its_own_temperature(folder: Path, packing: bool, keys: dict[str, Any]) -> None:
     """Half of them at one temperature and half at another, neither of them the run's."""
-    keys = {"agent": {"external": True, "sampling": "client"}, "gateway": {"replicas": 1}}
     config = make_config(folder, algorithm=GSPO, learner={"packing": packing}, **keys)
     hot, cold = make_rows(folder, temperature=1.6), make_rows(folder, temperature=0.7)
     rows = [(hot if row.number % 2 else cold)[place] for place, row in enumerate(hot)]
