@@ -38,11 +38,12 @@ from benchmarks.system.lag import LEARNING
 from benchmarks.system.startup import START
 from benchmarks.system.step_rate import SYSTEM
 from benchmarks.tails.long_answers import TAIL
+from benchmarks.view.page_time import VIEW
 from gspo.cli.processes.exit_codes import RunError
 
 SECTIONS = (
     *(ENGINE, DRAFTS, LEARNER, LOGPROBS, START, SYSTEM),
-    *(TAIL, PIPELINE, REWARD, LEARNING, DISTILLATION, CURRICULUM, PUSH),
+    *(TAIL, PIPELINE, REWARD, LEARNING, DISTILLATION, CURRICULUM, PUSH, VIEW),
 )
 _NAMES = ", ".join(section.name for section in SECTIONS)
 _BUSY_SHARE = 0.1

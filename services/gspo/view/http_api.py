@@ -64,7 +64,8 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path]) -> FastA
     """
     run = runs[0]
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    log, page = LogQuery(run.run_dir / "log"), _renderer(run.name, len(runs))
+    logs = [LogQuery(run.run_dir / "log", 1 / len(runs)) for run in runs]
+    log, page = logs[0], _renderer(run.name, len(runs))
     _add_answers(app, page)
 
     @cache
@@ -75,15 +76,15 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path]) -> FastA
     _add_overview(app, page, run.overview)
     add_functions(app, page, RunFunctions(log, run.run_dir / "log"))
     if len(runs) > 1:
-        _add_comparison(app, page, runs)
+        _add_comparison(app, page, runs, logs)
 
     @app.get("/rollouts")
     def rollouts(request: Request) -> HTMLResponse:
         query = dict(request.query_params)
         chosen = filter_of(query)
         total, rows = log.rollouts(chosen)
-        link = _link_maker(query)
-        return page("rollouts.html", rows=rows, total=total, query=query, chosen=chosen, link=link, size=PAGE_ROWS)
+        values = {"query": query, "chosen": chosen, "link": _link_maker(query), "unreadable": log.unreadable()}
+        return page("rollouts.html", rows=rows, total=total, size=PAGE_ROWS, **values)
 
     @app.get("/steps/{step}/groups/{group}")
     def group_page(step: Place, group: GroupId) -> HTMLResponse:
@@ -154,9 +155,10 @@ def _add_overview(app: FastAPI, page: Callable[..., HTMLResponse], overview: Ove
         return StreamingResponse(_changes(overview), media_type="text/event-stream")
 
 
-def _add_comparison(app: FastAPI, page: Callable[..., HTMLResponse], runs: Sequence[ViewedRun]) -> None:
+def _add_comparison(
+    app: FastAPI, page: Callable[..., HTMLResponse], runs: Sequence[ViewedRun], logs: Sequence[LogQuery]
+) -> None:
     """The page that compares runs, and its curves."""
-    logs = [LogQuery(run.run_dir / "log") for run in runs]
 
     @app.get("/compare")
     def compare(q: str = "") -> HTMLResponse:
@@ -209,6 +211,10 @@ def _add_answers(app: FastAPI, page: Callable[..., HTMLResponse]) -> None:
         text = f"the log cannot be read now; load the page again ({str(error)[:300]})"
         return page("error.html", status=503, message=text)
 
+    @app.exception_handler(TimeoutError)
+    def busy(_request: Request, error: TimeoutError) -> HTMLResponse:
+        return page("error.html", status=503, message=str(error))
+
 
 def _renderer(name: str, num_runs: int) -> Callable[..., HTMLResponse]:
     environment = Environment(
@@ -220,6 +226,7 @@ def _renderer(name: str, num_runs: int) -> Callable[..., HTMLResponse]:
     )
     environment.filters.update(
         visible=visible,
+        parts=lambda text: json.loads(text or "[]"),
         cut=lambda text: visible(text[:MAX_CHARS]),
         figure=lambda value: "none" if value is None else f"{value:.4g}",
     )

@@ -7,34 +7,50 @@ http_api.py shows the answers. Columns are those of docs/log.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import duckdb
 
-from gspo.runlog.step_files import step_files, token_file
+from gspo.runlog.step_files import step_file, step_files, token_file
+from gspo.view.step_table import READ, Column, StepTable
+
+Answer = TypeVar("Answer")
 
 PAGE_ROWS = 50
 NUMBERS = ("step", "group", "number")
 WORDS = ("outcome", "generator", "skipped")
 BOUNDS = ("reward", "advantage")
-_LENGTH = "len(token_ids)"
-# Head of the table -> what it sorts by.
-SORTS = {
-    "step": "step",
-    "group": '"group"',
-    "reward": "reward",
-    "advantage": "advantage",
-    "length": _LENGTH,
-    "outcome": "outcome",
-    "generator": "generator",
+# Heads of the table that it sorts by: its columns.
+SORTS = ("step", "group", "reward", "advantage", "length", "outcome", "generator")
+# Of the table of rollouts, in memory. The arrays run over the same tokens, and versions are the smallest.
+_COLUMNS = {
+    **{name: Column("INTEGER", name) for name in ("step", "number", "mini_batch")},
+    "group": Column("BIGINT", '"group"'),
+    "prompt": Column("VARCHAR", "left(prompt, 160)"),
+    **{name: Column("DOUBLE", name) for name in ("reward", "advantage")},
+    **{name: Column("VARCHAR", name) for name in ("outcome", "generator", "skipped", "parts_json")},
+    "length": Column("INTEGER", "len(version)"),
+    "versions": Column("INTEGER[]", "list_filter(list_sort(list_distinct(version)), lambda v: v >= 0)"),
+    "failure": Column("VARCHAR", "left(failure, 200)"),
 }
-_SHOWN = f"""step, "group", number, left(prompt, 160) AS prompt, reward, advantage, {_LENGTH} AS length, outcome,
-    list_sort(list_distinct([v for v in version if v >= 0])) AS versions, generator, skipped, failure, mini_batch"""
+_SHOWN = ", ".join(f'{column.sql} AS "{name}"' for name, column in _COLUMNS.items())
+_TEXTS = {
+    "step": _COLUMNS["step"], "group": _COLUMNS["group"], "number": _COLUMNS["number"],
+    **{name: Column("VARCHAR", name) for name in ("prompt", "text", "turns_json")},
+}  # fmt: skip
+# In memory, over all runs of the page: rollouts, and characters of texts. Both are compressed to about a third.
+_MOST_ROLLOUTS, _MOST_BYTES = 4_000_000, 400_000_000
 _OF_ONE = 'step = ? AND "group" = ?'
+_SEARCH = """SEMI JOIN (SELECT step, "group", number FROM {texts} AS texts
+    WHERE contains(text, ?) OR contains(prompt, ?) OR contains(turns_json, ?)) USING (step, "group", number)"""
 _MAX_INT, _MEMORY = 2**63 - 1, "1GB"
+# A question waits for others to the same log; and begins anew where the run removed files meanwhile.
+_LOCK_S, _VANISHED = 60.0, 2
 
 
 @dataclass(frozen=True)
@@ -43,12 +59,14 @@ class Filter:
 
     Attributes:
         conditions: SQL with one `?` for each of `values`.
-        sort: A key of SORTS.
+        text: In prompt, answer or conversation; empty for all.
+        sort: One of SORTS.
         page: From 1.
     """
 
     conditions: tuple[str, ...] = ()
     values: tuple[Any, ...] = ()
+    text: str = ""
     sort: str = "step"
     descending: bool = True
     page: int = 1
@@ -84,113 +102,139 @@ def filter_of(query: Mapping[str, str]) -> Filter:
             if text := query.get(f"{name}_{suffix}"):
                 conditions.append(f"{name} {sign} ?")
                 values.append(_number(f"{name}_{suffix}", text, float))
-    if query.get("q"):
-        conditions.append("(contains(text, ?) OR contains(prompt, ?) OR contains(turns_json, ?))")
-        values += [query["q"]] * 3
     sort, page = query.get("sort") or "step", _number("page", query.get("page") or "1", int)
     if sort not in SORTS:
         raise ValueError(f"sort is {sort[:100]!r}; it must be one of {', '.join(SORTS)}")
     if not 1 <= page <= 10**9:
         raise ValueError(f"page is {page}; it must be from 1 to 10**9")
-    return Filter(tuple(conditions), tuple(values), sort, query.get("dir") != "asc", page)
+    return Filter(tuple(conditions), tuple(values), query.get("q") or "", sort, query.get("dir") != "asc", page)
 
 
 class LogQuery:
     """Answers from the step files of one folder, which may grow or lose files between two questions.
 
-    Every method raises `duckdb.Error` where a file vanishes or cannot be read.
+    Every method raises `duckdb.Error` where a file vanishes or cannot be read, and `TimeoutError` where other
+    questions take too long. Any thread may ask.
+
+    Args:
+        share: Of the memory that the page takes for columns.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.resolve()
+    def __init__(self, folder: Path, share: float = 1.0) -> None:
+        self._folder, self._lock = folder.resolve(), Lock()
         self._connection = duckdb.connect(":memory:")
         allowed = str(self._folder).replace("'", "''")
         for setting in (
             f"memory_limit = '{_MEMORY}'",
             f"allowed_directories = ['{allowed}']",
+            "temp_directory = ''",
             "enable_external_access = false",
             "lock_configuration = true",
         ):
             self._connection.execute(f"SET {setting}")
+        self._rollouts = StepTable(self._connection, "rollouts", _COLUMNS, "1", int(share * _MOST_ROLLOUTS))
+        size = "strlen(prompt) + strlen(text) + strlen(turns_json)"
+        self._texts = StepTable(self._connection, "texts", _TEXTS, size, int(share * _MOST_BYTES))
 
     def rollouts(self, chosen: Filter) -> tuple[int, list[dict[str, Any]]]:
         """The number of rollouts that pass, and those of the page, without their long columns."""
-        files = step_files(self._folder)
-        where = " AND ".join(chosen.conditions) or "true"
-        total = self._ask(f"SELECT count(*) AS num FROM log WHERE {where}", chosen.values, files)
+        with self._alone():
+            return self._of_present_files(lambda: self._page(chosen))
+
+    def unreadable(self) -> list[str]:
+        """The step files that the last question could not read, each with the reason."""
+        with self._alone():
+            return [f"{name}: {reason}" for name, reason in sorted(self._rollouts.unreadable.items())]
+
+    def _page(self, chosen: Filter) -> tuple[int, list[dict[str, Any]]]:
+        self._rollouts.refresh(self._folder)
+        source, files = self._rollouts.source()
+        search = ""
+        values: list[Any] = [*files]
+        if chosen.text:
+            self._texts.refresh(self._folder)
+            texts, text_files = self._texts.source()
+            search = _SEARCH.format(texts=texts)
+            values += [*text_files, *[chosen.text] * 3]
         direction = "DESC" if chosen.descending else "ASC"
-        # The keys first: the long columns are then read from the files of one page alone.
-        keys = self._ask(
-            f'SELECT step, "group", number FROM log WHERE {where} '
-            f'ORDER BY {SORTS[chosen.sort]} {direction} NULLS LAST, step DESC, "group", number LIMIT ? OFFSET ?',
-            (*chosen.values, PAGE_ROWS, (chosen.page - 1) * PAGE_ROWS),
-            files,
-        )
-        if not keys:
-            return (total[0]["num"] if total else 0), []
-        triples = [tuple(key.values()) for key in keys]
-        places = ", ".join(["(?, ?, ?)"] * len(triples))
-        rows = self._ask(
-            f'SELECT {_SHOWN} FROM log WHERE (step, "group", number) IN ({places})',
-            [value for triple in triples for value in triple],
-            {step: files[step] for step, _, _ in triples if step in files},
-        )
-        rows.sort(key=lambda row: triples.index((row["step"], row["group"], row["number"])))
-        return total[0]["num"], rows
+        order = f'ORDER BY "{chosen.sort}" {direction} NULLS LAST, step DESC, "group", number'
+        names = ", ".join(f'"{name}"' for name in dict.fromkeys(("step", "group", "number", chosen.sort)))
+        where = " AND ".join(chosen.conditions) or "true"
+        # The keys first: sorting then moves no text.
+        sql = f"""WITH passing AS MATERIALIZED (SELECT {names} FROM {source} AS log {search} WHERE {where}),
+            keys AS (FROM passing {order} LIMIT ? OFFSET ?)
+            SELECT log.*, (SELECT count(*) FROM passing) AS total
+            FROM {source} AS log SEMI JOIN keys USING (step, "group", number) {order}"""
+        rows = self._ask(sql, [*values, *chosen.values, PAGE_ROWS, (chosen.page - 1) * PAGE_ROWS, *files])
+        if rows or chosen.page == 1:
+            return (rows[0]["total"] if rows else 0), rows
+        return self._page(replace(chosen, page=1))[0], []
 
     def group(self, step: int, group: int) -> list[dict[str, Any]]:
         """The rollouts of a group with prompt and answer, by number; empty where there is none."""
-        return self._ask(
-            f"SELECT {_SHOWN}, prompt AS whole_prompt, text FROM log WHERE {_OF_ONE} ORDER BY number",
-            (step, group),
-            self._file(step),
-        )
+        sql = f"SELECT {_SHOWN}, prompt AS whole_prompt, text FROM {READ} WHERE {_OF_ONE} ORDER BY number"
+        return self._ask_file(step_file(self._folder, step), sql, (step, group))
 
     def rollout(self, step: int, group: int, number: int) -> dict[str, Any] | None:
         """Every column of a rollout, also of its token record if there is one; None where there is no rollout."""
-        rows = self._ask(f"SELECT * FROM log WHERE {_OF_ONE} AND number = ?", (step, group, number), self._file(step))
-        records = token_file(self._folder, step)
-        if rows and records.is_file():
-            sql = 'SELECT learner_logp, entropy FROM log WHERE "group" = ? AND number = ?'
-            rows[0] |= next(iter(self._ask(sql, (group, number), {step: records})), {})
+        sql = f"FROM {READ} WHERE {_OF_ONE} AND number = ?"
+        rows = self._ask_file(step_file(self._folder, step), sql, (step, group, number))
+        if rows:
+            sql = f'SELECT learner_logp, entropy FROM {READ} WHERE "group" = ? AND number = ?'
+            rows[0] |= next(iter(self._ask_file(token_file(self._folder, step), sql, (group, number))), {})
         return rows[0] if rows else None
 
     def last_steps(self, text: str) -> dict[str, int]:
         """The last step of each prompt that contains the text."""
-        rows = self._ask(
-            "SELECT prompt, max(step) AS step FROM log WHERE contains(prompt, ?) GROUP BY prompt",
-            (text,),
-            step_files(self._folder),
-        )
-        return {row["prompt"]: row["step"] for row in rows}
+        with self._alone():
+            return {row["prompt"]: row["step"] for row in self._of_present_files(lambda: self._prompts(text))}
+
+    def _prompts(self, text: str) -> list[dict[str, Any]]:
+        self._texts.refresh(self._folder)
+        source, files = self._texts.source()
+        sql = f"SELECT prompt, max(step) AS step FROM {source} AS log WHERE contains(prompt, ?) GROUP BY prompt"
+        return self._ask(sql, [*files, text])
 
     def answers(self, prompt: str, step: int, num: int) -> list[dict[str, Any]]:
         """The first answers to a prompt in a step, without their long columns."""
-        sql = f'SELECT {_SHOWN}, text FROM log WHERE prompt = ? ORDER BY "group", number LIMIT ?'
-        return self._ask(sql, (prompt, num), self._file(step))
+        sql = f'SELECT {_SHOWN}, text FROM {READ} AS log WHERE log.prompt = ? ORDER BY "group", number LIMIT ?'
+        return self._ask_file(step_file(self._folder, step), sql, (prompt, num))
 
     def steps(self) -> list[int]:
         """The logged steps, in order."""
         return list(step_files(self._folder))
 
     def of_all_steps(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Rows of a statement about `log`, the rollouts of all steps.
+        """Rows of a statement about `log`, the rollouts of all steps, from their files.
 
         Args:
             sql: Not a reader's text; with one `?` for each of `values`.
         """
-        return self._ask(sql, values, step_files(self._folder))
+        files = [str(path) for path in step_files(self._folder).values()]
+        return self._ask(f"WITH log AS (FROM {READ}) {sql}", [files, *values]) if files else []
 
-    def _file(self, step: int) -> dict[int, Path]:
-        files = step_files(self._folder)
-        return {step: files[step]} if step in files else {}
+    def _ask_file(self, path: Path, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:
+        """Rows of one file; none where it does not exist."""
+        return self._ask(sql, [[str(path)], *values]) if path.is_file() else []
 
-    def _ask(self, sql: str, values: Sequence[Any], files: Mapping[int, Path]) -> list[dict[str, Any]]:
-        """Rows of `log`, which stands for the given files."""
-        if not files:
-            return []
-        source = "WITH log AS (FROM read_parquet(?, union_by_name = true, hive_partitioning = false)) "
+    def _ask(self, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:
         with self._connection.cursor() as cursor:
-            cursor.execute(source + sql, [[str(path) for path in files.values()], *values])
+            cursor.execute(sql, list(values))
             names = [column[0] for column in cursor.description or ()]
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    def _of_present_files(self, question: Callable[[], Answer]) -> Answer:
+        """The answer, asked again where a file vanished between its listing and its reading."""
+        for _ in range(_VANISHED):
+            with suppress(duckdb.IOException):
+                return question()
+        return question()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._lock.acquire(timeout=_LOCK_S):
+            raise TimeoutError(f"other questions to this log have taken {_LOCK_S:.0f} s; load the page again")
+        try:
+            yield
+        finally:
+            self._lock.release()

@@ -26,6 +26,7 @@ from benchmarks.system.startup import START
 from benchmarks.system.step_rate import SYSTEM, floors
 from benchmarks.system.window import CounterSnapshot, between, idle_share
 from benchmarks.tails.long_answers import TAIL, rates_alone
+from benchmarks.view.page_time import VIEW
 
 MIB = 2**20
 Cases = dict[str, list[dict[str, Any]]]
@@ -215,6 +216,20 @@ def test_long_answers_are_compared_with_the_ideal() -> None:
     assert "makes 4,000 tokens/s and training takes 5,000" in TAIL.text({"tail": [case]})
     # 64 requests take 10 + 6.4 ms a step; training takes nine tenths of that for the same 64 tokens.
     assert rates_alone() == pytest.approx({"generation": 64 / 0.0164, "training": 64 / 0.01476})
+
+
+def test_times_of_the_page_have_their_95th_percentile() -> None:
+    seconds = {"a filtered page": [0.01] * 18 + [0.05, 0.1], "the first page": [2.0]}
+    case = {
+        "rollouts": 512, "files": 2, "bytes": 3 * MIB, "tokens": 100.0, "characters": 640.0, "seconds": seconds,
+        "processor_s": {"a filtered page": 0.015, "a search": 0.15}, "memory_bytes": 200 * MIB, "load": 1.25,
+        "cores": 2,
+    }  # fmt: skip
+    ((_, filtered, first),) = tables(VIEW, {"view": [case]})
+    # Of 20 values in order, the one at place 19.95: 95 % of the way from the 19th to the 20th.
+    assert filtered == ["a filtered page", "20", "10", "98", "100"]
+    assert first == ["the first page", "1", "2,000", "-", "2,000"]
+    assert "15 ms a filtered page and 150 ms a search" in VIEW.text({"view": [case]})
 
 
 def test_figures_between_two_looks() -> None:

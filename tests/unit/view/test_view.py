@@ -54,6 +54,7 @@ def test_rollouts_are_filtered_sorted_and_linked(client: TestClient) -> None:
     text = client.get("/rollouts").text
     assert "8 rollouts" in text
     assert "/steps/2/groups/20/3" in text
+    assert "exact 0.75" in text, "the parts of the reward"
     text = client.get("/rollouts?step=1&reward_min=0.5&sort=reward&dir=asc&generator=").text
     assert "2 rollouts" in text
     assert text.index("/steps/1/groups/10/2") < text.index("/steps/1/groups/10/3")

@@ -1,0 +1,1 @@
+"""How fast the page of a run answers over a long log."""
