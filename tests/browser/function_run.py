@@ -14,7 +14,6 @@ from pathlib import Path
 from gspo.learner.assembly.rows import Row
 from gspo.learner.storage.step_log import StepLog
 from gspo.runlog.function_files import FunctionCalls, FunctionSource, write_calls, write_source
-from tests.browser.chromium import browser
 
 NUM_STEPS, CHANGED_AT = 12, 7
 OLD_SOURCE = '''"""Scores sums."""
@@ -37,15 +36,7 @@ NEW_SOURCE = OLD_SOURCE.replace("1 for a right answer", "1 for a right answer, a
     "    return 1.0 if int(numbers[-1]) == right else 0.1\n",
 )
 OLD, NEW = (sha256(source.encode()).hexdigest() for source in (OLD_SOURCE, NEW_SOURCE))
-_SCREENSHOTS = Path(__file__).parents[2] / ".cache" / "browser"
 _START_S = 60
-_VIEWS = {
-    "light": ("1300,{height}",),
-    "dark": ("1300,{height}", "--blink-settings=preferredColorScheme=0"),
-    # Chromium makes no window below 500 points.
-    "narrow": ("500,{height}",),
-}
-VIEWS = tuple(_VIEWS)
 
 
 def write_function_log(run_dir: Path, row: Row) -> None:
@@ -122,15 +113,3 @@ async def page_process(run_dir: Path, *words: str) -> AsyncIterator[str]:
     finally:
         process.terminate()
         await process.wait()
-
-
-async def screenshot(url: str, name: str, view: str, profile: Path, height: int = 1400) -> Path:
-    """A picture of a page in .cache/browser, of one of VIEWS."""
-    _SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    path = _SCREENSHOTS / f"{name}-{view}.png"
-    path.unlink(missing_ok=True)
-    size, *words = (word.format(height=height) for word in _VIEWS[view])
-    words += [f"--window-size={size}", "--hide-scrollbars", "--virtual-time-budget=5000", f"--screenshot={path}"]
-    async with browser(profile, *words, url) as process:
-        await process.communicate()
-    return path

@@ -16,18 +16,13 @@ import pytest
 from gspo.cli.report.writer import write_report
 from gspo.cli.rundir.start import ENVIRONMENT_NAME
 from gspo.learner.storage.run_directory import RunDir
-from tests.browser.chromium import browser, text_of
+from tests.browser.tab import open_tab
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.cli.test_report import evaluate, train
 
-_SCREENSHOTS = Path(__file__).parents[2] / ".cache" / "browser"
 _START_S = 60
-_VIEWS = {
-    "light": ("1400,2600",),
-    "dark": ("1400,2600", "--blink-settings=preferredColorScheme=0"),
-    "narrow": ("420,3000",),
-}
+_VIEWS = {"light": (1400, False), "dark": (1400, True), "narrow": (420, False)}
 
 
 @pytest.fixture
@@ -38,7 +33,6 @@ def run_dir(tmp_path: Path) -> Path:
         evaluate(run, 0, 0.35)
         train(run, 1, 20)
         evaluate(run, 20, 0.7)
-    # The browser's virtual time would wait for the stream of an open run.
     write_report(folder, finished={"end": "completed", "reason": "run.total_steps reached"})
     return folder
 
@@ -59,20 +53,13 @@ async def url(run_dir: Path) -> AsyncIterator[str]:
 
 
 async def test_the_curves_are_drawn(url: str, tmp_path: Path) -> None:
-    page = await text_of(url, tmp_path / "profile")
-    assert "The last steps were bound by" in page
-    assert len(re.findall("<canvas", page)) == len(re.findall("<figure", page)) >= 8
-    assert "held-out prompts, sampled" in page
-    assert "Cannot be shown" not in page
-
-
-@pytest.mark.parametrize("view", _VIEWS)
-async def test_screenshots_of_each_view(url: str, tmp_path: Path, view: str) -> None:
-    _SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    path = _SCREENSHOTS / f"run-{view}.png"
-    path.unlink(missing_ok=True)
-    size, *words = _VIEWS[view]
-    words += [f"--window-size={size}", "--hide-scrollbars", "--virtual-time-budget=5000", f"--screenshot={path}"]
-    async with browser(tmp_path / "profile", *words, url) as process:
-        await process.communicate()
-    assert path.stat().st_size > 50_000, "a page with curves"
+    async with open_tab(tmp_path / "profile") as tab:
+        await tab.load(url, "document.querySelectorAll('canvas').length >= 8")
+        page = await tab.text()
+        assert "The last steps were bound by" in page
+        assert len(re.findall("<canvas", page)) == len(re.findall("<figure", page))
+        assert "held-out prompts, sampled" in page
+        assert "Cannot be shown" not in page
+        for view, (width, is_dark) in _VIEWS.items():
+            picture = await tab.picture(f"run-{view}", width, is_dark=is_dark)
+            assert picture.stat().st_size > 50_000, "a page with curves"

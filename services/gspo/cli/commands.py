@@ -198,15 +198,31 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.")]) -> N
 def view(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directory, and others to compare it with.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 picks a free one.")] = 8090,
+    open_path: Annotated[
+        str | None, typer.Option("--open", help="Show this path of the page in the reader's open tabs, and end.")
+    ] = None,
+    note: Annotated[str, typer.Option(help="With --open: a line above the view.")] = "",
+    socket: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Serve a page of a run on this machine, finished or live, read only, until Ctrl-C: verdict, curves, rollouts.
 
     Example: [bold]gspo view runs/my-run[/], or [bold]gspo view runs/a runs/b[/] to compare two
+
+    Example: [bold]gspo view runs/my-run --open /steps/10/groups/83 --note "all four fail alike"[/]
     """
     from gspo.cli.report.overview import viewed_runs
-    from gspo.view.page_server import serve_page
 
-    serve_page(viewed_runs(run_dirs), port, lambda url: Console().print(url, highlight=False))
+    if open_path is not None:
+        from gspo.cli.monitor.page_call import open_view
+
+        Console().print(open_view(run_dirs[0], port, open_path, note), highlight=False, soft_wrap=True)
+        return
+    from gspo.view.page_server import serve_page, serve_socket
+
+    if socket is not None:
+        serve_socket(viewed_runs(run_dirs), socket)
+    else:
+        serve_page(viewed_runs(run_dirs), port, lambda url: Console().print(url, highlight=False))
 
 
 @app.command()

@@ -19,8 +19,11 @@ from gspo.coordinator.evaluation.scheduler import EvaluationScheduler, run_stand
 from gspo.coordinator.groups.ledger import GroupLedger
 from gspo.coordinator.http_api import RecentRollouts, RunViews, make_http_api
 from gspo.coordinator.loop import Coordinator
+from gspo.coordinator.page.page_access import PageAccess
+from gspo.coordinator.page.page_api import PagePassage
+from gspo.coordinator.page.page_process import PageProcess
 
-# A stop with its reason is all that is sent here.
+# A stop with its reason, or a view to open.
 MAX_BODY_BYTES = 16 * 2**10
 log = structlog.get_logger()
 
@@ -31,7 +34,7 @@ async def run_coordinator(service: Service) -> None:
     Raises:
         InputError: Prompts cannot be used, or an evaluation has no held-out prompts.
     """
-    await run_app(service, startup, http_port=service.config.services.coordinator_port)
+    await run_app(service, startup, http_port=service.config.services.coordinator_port, authorizes_itself=True)
 
 
 @asynccontextmanager
@@ -40,7 +43,11 @@ async def startup(service: Service) -> AsyncIterator[App]:
     if service.options.evaluate and not service.config.evaluation.files:
         raise InputError("evaluation.prompts", "is not set, and it is what --evaluate measures on", "Set it")
     views, rollouts = RunViews(service), RecentRollouts(service.redis, service.keys, service.config.sources)
-    service.http_api = BoundedBodies(make_http_api(service, views, rollouts), MAX_BODY_BYTES)
+    page = PageProcess(service.options.run_dir)
+    api = BoundedBodies(make_http_api(service, views, rollouts), MAX_BODY_BYTES)
+    passage = BoundedBodies(PagePassage(page), MAX_BODY_BYTES)
+    is_tls = service.config.services.tls.is_on
+    service.http_api = PageAccess(api, passage, service.options.token, is_tls=is_tls)
     training, held_out = await asyncio.to_thread(_read_prompts, service)
     facts: Callable[[], dict[str, Any]] = dict
     scheduler = views.scheduler = EvaluationScheduler(service, held_out)
@@ -54,7 +61,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
         def facts() -> dict[str, Any]:
             return {"curriculum": curriculum()}
 
-    yield App(main, background={"rollouts": rollouts.run}, facts=facts, sets_ready=True)
+    yield App(main, background={"rollouts": rollouts.run, "page": page.run}, facts=facts, sets_ready=True)
 
 
 def _read_prompts(service: Service) -> tuple[list[PromptSet] | None, dict[str, PromptSet]]:

@@ -183,7 +183,7 @@ def _rollout_view(scored: ScoredRollout, source: str) -> dict[str, Any]:
 
 
 def make_http_api(service: Service, views: RunViews, rollouts: RecentRollouts) -> FastAPI:
-    """The app; services/gspo/common/service/health.py authorizes callers before."""
+    """The app; services/gspo/coordinator/page/page_access.py authorizes callers before."""
     redis, keys = service.redis, service.keys
     events = Events(redis, keys, service.options.name)
     app = FastAPIOffline(title="gspo coordinator")

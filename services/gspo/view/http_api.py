@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,8 @@ from gspo.view.comparison import compared_curves, config_differences, shared_ans
 from gspo.view.function_api import add_functions
 from gspo.view.function_versions import RunFunctions
 from gspo.view.log_query import PAGE_ROWS, SORTS, LogQuery, filter_of
+from gspo.view.open_tabs import MAX_STREAMS, OpenTabs
+from gspo.view.opening_api import add_opening
 from gspo.view.page_text import (
     COLOURS,
     LEGENDS,
@@ -45,7 +48,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-_FILES = {"style.css": "text/css", "curves.js": "text/javascript"}
+_FILES = {"style.css": "text/css", "curves.js": "text/javascript", "follow.js": "text/javascript"}
 _LIBRARY = _TEMPLATES / "uplot"
 _LIBRARY_FILES = {"uPlot.iife.min.js": "text/javascript", "uPlot.min.css": "text/css"}
 # A browser asks again by itself after the end of a stream.
@@ -73,7 +76,9 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path]) -> FastA
         return token_decoder(tokenizer_folders)
 
     _add_files(app)
-    _add_overview(app, page, run.overview)
+    tabs = OpenTabs()
+    _add_overview(app, page, run.overview, tabs)
+    add_opening(app, tabs, run.name)
     add_functions(app, page, RunFunctions(log, run.run_dir / "log"))
     if len(runs) > 1:
         _add_comparison(app, page, runs, logs)
@@ -139,7 +144,7 @@ def _file(folder: Path, name: str, known: dict[str, str]) -> FileResponse:
     return FileResponse(folder / name, media_type=known[name])
 
 
-def _add_overview(app: FastAPI, page: Callable[..., HTMLResponse], overview: Overview) -> None:
+def _add_overview(app: FastAPI, page: Callable[..., HTMLResponse], overview: Overview, tabs: OpenTabs) -> None:
     """The first page, its curves, and a stream with a line for each change of the log."""
 
     @app.get("/")
@@ -152,7 +157,9 @@ def _add_overview(app: FastAPI, page: Callable[..., HTMLResponse], overview: Ove
 
     @app.get("/api/changes")
     async def changes() -> StreamingResponse:
-        return StreamingResponse(_changes(overview), media_type="text/event-stream")
+        if tabs.num_streams >= MAX_STREAMS:
+            raise HTTPException(503, f"{MAX_STREAMS} browsers follow this page already; close tabs and load it again")
+        return StreamingResponse(_changes(overview, tabs), media_type="text/event-stream")
 
 
 def _add_comparison(
@@ -170,17 +177,23 @@ def _add_comparison(
         return JSONResponse(compared_curves(runs))
 
 
-async def _changes(overview: Overview) -> AsyncIterator[str]:
-    """Server-sent events; a comment while nothing changes, so that a lost connection is noticed."""
+async def _changes(overview: Overview, tabs: OpenTabs) -> AsyncIterator[str]:
+    """Server-sent events: changes of the log, opened views; a comment so that a lost connection is noticed."""
     loop = asyncio.get_running_loop()
     end, state, sent = loop.time() + _STREAM_S, overview.state(), loop.time()
     yield ": follows the log\n\n"
-    while loop.time() < end:
-        await asyncio.sleep(_POLL_S)
-        changed = state != (state := overview.state())
-        if changed or loop.time() > sent + _COMMENT_S:
-            sent = loop.time()
-            yield "data: changed\n\n" if changed else ": nothing new\n\n"
+    with tabs.listening() as views:
+        while loop.time() < end:
+            view = ""
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    view = await views.get()
+            if view:
+                yield f"event: view\ndata: {view}\n\n"
+            changed = state != (state := overview.state())
+            if changed or loop.time() > sent + _COMMENT_S:
+                sent = loop.time()
+                yield "data: changed\n\n" if changed else ": nothing new\n\n"
 
 
 def _existing(row: dict[str, Any] | None) -> dict[str, Any]:

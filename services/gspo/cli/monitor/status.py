@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gspo.cli.monitor.page_call import page_line
 from gspo.cli.monitor.screens import process_cells
 from gspo.cli.monitor.view import (
     Phases,
@@ -37,7 +38,7 @@ from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.streams.instances import Instance
-from gspo.common.streams.keys import GENERATION
+from gspo.common.streams.keys import COORDINATOR, GENERATION
 from gspo.common.telemetry.advice import Verdict, verdict
 from gspo.common.telemetry.clip_causes import clip_causes_line
 from gspo.common.telemetry.step_time import seconds_beside, seconds_by_function
@@ -63,7 +64,10 @@ def status(run_dir: Path | None, console: Console, *, watch: bool = False) -> No
     if not watch:
         if not console.is_terminal:  # a pipe has no width: every line is whole there
             console = Console(file=console.file, width=_PIPE_WIDTH)
-        console.print(status_page.draw(asyncio.run(status_page.instances())), highlight=False)
+        instances = asyncio.run(status_page.instances())
+        console.print(status_page.draw(instances), highlight=False)
+        for coordinator in (instance for instance in instances if instance.service == COORDINATOR):
+            console.print(Text(page_line(coordinator, run.config)), soft_wrap=True)
         return
     meter = UsageMeter()
     is_stopped = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,8 +18,9 @@ import httpx
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gspo.cli.monitor.page_call import page_line
 from gspo.cli.monitor.screens import LiveScreen, PlainScreen
-from gspo.cli.monitor.view import Kind, ScreenLine, View
+from gspo.cli.monitor.view import Kind, ScreenLine, ServiceProcess, View
 from gspo.cli.monitor.watcher import Watcher, watch_disk_space
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
 from gspo.cli.processes.programs import Job, external_learner_command, service_programs
@@ -150,9 +152,22 @@ async def _until_over(
     async def watch_disk() -> None:
         await watch_disk_space(job.run_dir, screen.say)
 
-    works = (follow, stop, refresh, start_in_time, watch_disk, watcher.poll, supervisor.watch)
+    async def say_page() -> None:
+        # Before it is ready it gives no link.
+        while not (known := [p.instance for p in _coordinators(view) if p.instance and p.ready]):
+            await asyncio.sleep(REFRESH_S)
+        # A link that lets a browser in belongs on a terminal, not into a file.
+        line = await asyncio.to_thread(page_line, known[0], job.config, may_show_secret=sys.stdout.isatty())
+        if line:
+            screen.say(ScreenLine(line))
+
+    works = (follow, stop, refresh, start_in_time, watch_disk, say_page, watcher.poll, supervisor.watch)
     async with task_group(*(run_until_cancelled(work.__name__, work) for work in works)):
         await over.wait()
+
+
+def _coordinators(view: View) -> list[ServiceProcess]:
+    return [process for process in view.processes.values() if process.service == COORDINATOR]
 
 
 async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Interrupts) -> None:

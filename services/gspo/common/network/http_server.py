@@ -192,6 +192,7 @@ class HttpServer:
     """Serves an app on a socket that is bound at once, so that its port is known.
 
     Args:
+        host: The path of a Unix socket, which must not exist, serves there and on no port.
         services: The service's host names and certificate; neither where it is None.
         takes_forms: Whether a change may come as a multipart form instead of JSON.
         request_timeout_s: Longest time for a request to arrive, and for a caller to leave an answer unread.
@@ -211,7 +212,8 @@ class HttpServer:
         request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         self._socket = _bound(host, port)
-        self.address = f"{reachable_host(host)}:{self._socket.getsockname()[1]}"
+        is_path = self._socket.family == socket.AF_UNIX
+        self.address = host if is_path else f"{reachable_host(host)}:{self._socket.getsockname()[1]}"
         tls = services.tls if services else TlsConfig()
         names = [host, *(services.http_hosts if services else ()), *filter(None, (tls.server_name,))]
         settings = uvicorn.Config(
@@ -246,6 +248,11 @@ class HttpServer:
 
 def _bound(host: str, port: int) -> socket.socket:
     try:
+        if host.startswith("/"):
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(host)
+            listener.listen(128)
+            return listener
         return socket.create_server((host, port), backlog=128)
     except OSError as error:
         raise InputError(

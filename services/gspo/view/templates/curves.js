@@ -1,4 +1,4 @@
-// Draws a page's curves with uPlot. Follows the run: /api/changes says when its log has grown.
+// Draws a page's curves with uPlot, again when the log has grown.
 "use strict";
 (() => {
   const HEIGHT_PX = 220;
@@ -104,8 +104,10 @@
 
   draw().catch(say);
   if (!("open" in place.dataset)) return; // the run has ended
-  const changes = new EventSource("/api/changes");
-  changes.onopen = () => { following.textContent = "Follows the run."; };
-  changes.onerror = () => { following.textContent = "Lost the page's server; tries again."; };
-  changes.onmessage = () => refresh().catch(say);
+  // follow.js hears of changes.
+  const note = (text) => () => { following.textContent = text; };
+  note("Follows the run.")();
+  addEventListener("log-followed", note("Follows the run."));
+  addEventListener("log-lost", note("Lost the page's server; tries again."));
+  addEventListener("log-changed", () => refresh().catch(say));
 })();
