@@ -12,7 +12,7 @@ TOKEN = "a-secret-of-tests"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
-class MovedClock:
+class LinkClock:
     """Seconds that a test moves."""
 
     def __init__(self) -> None:
@@ -31,17 +31,17 @@ async def page(_scope: Scope, _receive: Receive, send: Send) -> None:
 
 
 @pytest.fixture
-def clock() -> MovedClock:
-    return MovedClock()
+def clock() -> LinkClock:
+    return LinkClock()
 
 
-def client_of(token: str, clock: MovedClock, *, is_tls: bool = False) -> TestClient:
+def client_of(token: str, clock: LinkClock, *, is_tls: bool = False) -> TestClient:
     access = PageAccess(api, page, token, is_tls=is_tls, clock=clock)
     return TestClient(HttpGuard(access), base_url=f"http{'s' if is_tls else ''}://127.0.0.1:8080")
 
 
 @pytest.fixture
-def client(clock: MovedClock) -> TestClient:
+def client(clock: LinkClock) -> TestClient:
     return client_of(TOKEN, clock)
 
 
@@ -68,7 +68,7 @@ def test_a_link_works_once_and_leaves_a_strict_cookie(client: TestClient) -> Non
     assert "set-cookie" not in again.headers
 
 
-def test_links_and_cookies_expire(client: TestClient, clock: MovedClock) -> None:
+def test_links_and_cookies_expire(client: TestClient, clock: LinkClock) -> None:
     link = link_of(client)
     clock.now += LINK_S + 1
     assert client.get(link).status_code == 401
@@ -78,7 +78,7 @@ def test_links_and_cookies_expire(client: TestClient, clock: MovedClock) -> None
     assert client.get("/").status_code == 401
 
 
-def test_a_cookie_is_of_one_process_and_lets_nobody_call_the_api(client: TestClient, clock: MovedClock) -> None:
+def test_a_cookie_is_of_one_process_and_lets_nobody_call_the_api(client: TestClient, clock: LinkClock) -> None:
     client.get(link_of(client))
     assert client.get("/v1/state").status_code == 401
     assert client.post("/v1/stop", json={"reason": "x"}).status_code == 401
@@ -118,7 +118,7 @@ def test_other_sites_and_hosts_are_refused_with_a_cookie_too(client: TestClient)
     assert client.post("/api/view", json={}, headers={"origin": "http://127.0.0.1:8080"}).status_code == 200
 
 
-def test_the_token_opens_everything_and_no_token_needs_none(client: TestClient, clock: MovedClock) -> None:
+def test_the_token_opens_everything_and_no_token_needs_none(client: TestClient, clock: LinkClock) -> None:
     assert client.get("/rollouts", headers=BEARER).json() == {"answer": "page"}
     assert client.get("/rollouts", headers={"authorization": "Bearer wrong"}).status_code == 401
     without = client_of("", clock)
@@ -126,7 +126,7 @@ def test_the_token_opens_everything_and_no_token_needs_none(client: TestClient, 
     assert without.post(LINK_PATH, json={}).json() == {"path": "/", "expires_s": None}
 
 
-def test_with_tls_the_cookie_is_secure(clock: MovedClock) -> None:
+def test_with_tls_the_cookie_is_secure(clock: LinkClock) -> None:
     client = client_of(TOKEN, clock, is_tls=True)
     cookie = client.get(link_of(client)).headers["set-cookie"]
     assert cookie.startswith("__Host-gspo-page-")
@@ -141,12 +141,12 @@ def test_no_secret_is_kept_or_logged(client: TestClient, capsys: pytest.CaptureF
     client.get(link)
     printed = capsys.readouterr()
     assert link.partition("=")[2] not in printed.out + printed.err
-    secrets = Secrets(10.0, MAX_LINKS, MovedClock())
+    secrets = Secrets(10.0, MAX_LINKS, LinkClock())
     assert secrets.make() not in repr(vars(secrets))
 
 
 def test_the_oldest_secret_goes_when_there_are_too_many() -> None:
-    secrets = Secrets(10.0, 2, MovedClock())
+    secrets = Secrets(10.0, 2, LinkClock())
     first, second, third = (secrets.make() for _ in range(3))
     assert [secrets.has(value) for value in (first, second, third)] == [False, True, True]
     assert [secrets.take(third), secrets.take(third)] == [True, False]
