@@ -1,4 +1,7 @@
-"""Sessions of OpenEnv's servers, over real WebSocket: a server with the messages of openenv 0.10."""
+"""Sessions of OpenEnv's servers, over real WebSocket: a server with the messages of openenv 0.10.
+
+OpenEnv's own server: test_openenv_example.py.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,22 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 from websockets.asyncio.server import Server, ServerConnection, serve
 
 from gspo.common.config.reward import EnvironmentConfig
+from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto import rollout_pb2
-from tests.support.environments.scripted_game import LinesEngine, driver_of, game, in_flight_of, played, remotes_of
+from gspo_proto.rollout_pb2 import Rollout
+from tests.support.environments.scripted_game import (
+    LINES,
+    LinesEngine,
+    driver_of,
+    game,
+    in_flight_of,
+    played,
+    remotes_of,
+)
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 
@@ -26,12 +40,15 @@ class OpenEnvGame:
         num_sessions: Connections that have a place now.
         cuts: Connections that are cut at their second step.
         replies: Sent in place of the next answers to steps.
+        num_steps: Of all sessions.
+        drifts: The second session says something else to its first step.
     """
 
     def __init__(self, places: int) -> None:
         self.places, self.num_sessions, self.cuts = places, 0, 0
         self.replies: list[Any] = []
         self.tasks: list[dict[str, Any]] = []
+        self.num_steps, self.drifts = 0, False
 
     async def play(self, connection: ServerConnection) -> None:
         assert connection.request is not None
@@ -54,7 +71,7 @@ class OpenEnvGame:
                 state, observed = game().reset(message["data"])
                 await self._observe(connection, observed, None, done=False)
                 continue
-            steps += 1
+            steps, self.num_steps = steps + 1, self.num_steps + 1
             if steps == 2 and self.cuts:
                 self.cuts -= 1
                 connection.transport.abort()
@@ -62,6 +79,8 @@ class OpenEnvGame:
                 await connection.send(self.replies.pop(0))
             else:
                 state, observed, reward, done = game().step(state, message["data"]["guess"])
+                if self.drifts and steps == 1 and len(self.tasks) == 2:
+                    observed = "maybe"
                 await self._observe(connection, observed, reward, done=done)
 
     async def _observe(self, connection: ServerConnection, observed: str, reward: float | None, *, done: bool) -> None:
@@ -163,7 +182,8 @@ async def test_without_a_field_the_policy_sees_the_whole_observation(config: Env
     assert json.loads(rollout.episode.turns_json)[1]["content"] == '{"said": "higher"}'
 
 
-async def test_another_generator_begins_anew(openenv: OpenEnvGame, config: EnvironmentConfig) -> None:
+async def moved(openenv: OpenEnvGame, config: EnvironmentConfig) -> tuple[InFlightRollout, Rollout]:
+    """A rollout that another generator finishes, whose first one dies after two turns."""
     async with remotes_of(config) as dying, remotes_of(config) as living:
         rollout, first = in_flight_of(), driver_of(dying, LinesEngine(turn_s=0.2))
         driving = asyncio.create_task(first.drive(rollout))
@@ -176,4 +196,42 @@ async def test_another_generator_begins_anew(openenv: OpenEnvGame, config: Envir
         assert await ended(openenv), "its connection cannot be handed over"
         second = in_flight_of(saved=saved)
         finished = await played(driver_of(living, LinesEngine()), second)
-        assert (second.num_lost, finished.episode.reward) == (1, 1 - 3 / 16)
+        assert await ended(openenv)
+    return second, finished
+
+
+async def test_another_generator_begins_anew(openenv: OpenEnvGame, config: EnvironmentConfig) -> None:
+    rollout, finished = await moved(openenv, config)
+    assert (rollout.num_lost, finished.episode.reward) == (1, 1 - 3 / 16)
+
+
+async def test_another_generator_replays_a_deterministic_session(
+    openenv: OpenEnvGame, config: EnvironmentConfig
+) -> None:
+    as_function = await played(driver_of(None, LinesEngine()), in_flight_of())
+    rollout, finished = await moved(openenv, config.model_copy(update={"replay": True}))
+    assert (rollout.num_lost, finished.episode.reward) == (0, 1 - 3 / 16)
+    assert finished.token_ids == as_function.token_ids
+    assert openenv.num_steps > len(LINES), "no step was asked for again"
+    assert len({task["episode_id"] for task in openenv.tasks}) == 2
+
+
+async def test_a_replay_with_other_answers_begins_anew(openenv: OpenEnvGame, config: EnvironmentConfig) -> None:
+    openenv.drifts = True
+    with capture_logs() as log:
+        rollout, finished = await moved(openenv, config.model_copy(update={"replay": True}))
+    assert (rollout.num_lost, finished.episode.reward) == (1, 1 - 3 / 16)
+    (line,) = [line for line in log if line["event"] == "replay_differs"]
+    assert "step 1 of a replay" in line["detail"]
+    assert line["detail"].endswith("environment.replay should be false")
+
+
+async def test_a_connection_that_is_cut_costs_nothing_with_replay(
+    openenv: OpenEnvGame, config: EnvironmentConfig
+) -> None:
+    openenv.cuts = 1
+    async with remotes_of(config.model_copy(update={"replay": True})) as remotes:
+        rollout = in_flight_of()
+        finished = await played(driver_of(remotes, LinesEngine()), rollout)
+        assert (rollout.num_lost, finished.episode.reward) == (0, 1 - 3 / 16)
+        assert await ended(openenv)

@@ -79,6 +79,12 @@ class RewardFunction(Section):
     url: str | None = Field(
         None, pattern=HTTP_ADDRESS, description="URL of your own scoring server, with OpenRLHF's remote protocol"
     )
+    replay: bool = Field(
+        False,
+        description="The environment of url is deterministic: a lost session is made again by the same actions, whose "
+        "answers are compared; otherwise the rollout begins anew",
+        json_schema_extra=ON_RESUME,
+    )
     name: RunName | None = Field(
         None,
         description="Name in logs and metrics; default: of the file, built-in or host. Alone: a registered function",
@@ -216,6 +222,12 @@ class EnvironmentConfig(Section):
         "environment_unreachable",
         json_schema_extra=ON_RESUME,
     )
+    replay: bool = Field(
+        False,
+        description="The environment of url is deterministic: a lost session is made again by the same actions, whose "
+        "answers are compared; otherwise the rollout begins anew",
+        json_schema_extra=ON_RESUME,
+    )
     name: RunName | None = Field(
         None,
         description="Name in logs and metrics; default: of the file, built-in or host. Alone: a registered environment",
@@ -313,7 +325,8 @@ class EnvironmentConfig(Section):
     @model_validator(mode="after")
     def _server_takes_its_keys(self) -> EnvironmentConfig:
         if self.url is None:
-            for key in ("protocol", "action_field", "observation_field", "ping_every_s", "reach_timeout_s"):
+            keys = ("protocol", "action_field", "observation_field", "ping_every_s", "reach_timeout_s", "replay")
+            for key in keys:
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise self.wrong(key, "belongs to an environment on a server", "Leave it out, or set url")
             return self

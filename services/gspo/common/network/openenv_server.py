@@ -1,4 +1,4 @@
-"""Sessions of OpenEnv's own servers, over WebSocket, as openenv 0.10 speaks it (openenv-core 0.2 and later the same).
+"""Sessions of OpenEnv's own servers, over WebSocket, as openenv 0.10 and openenv-core 0.3 speak it.
 
 Each connection to URL/ws is a session, which ends with it. Messages are JSON objects:
 

@@ -115,6 +115,9 @@ ENVIRONMENT_SESSIONS = _generation.gauge(
 SESSIONS_LOST = _generation.counter(
     "gspo_sessions_lost", "Sessions that an environment's server lost; the rollout began anew", ["kind"]
 )
+SESSIONS_REPLAYED = _generation.counter(
+    "gspo_sessions_replayed", "Sessions made again by their actions in place of lost ones (environment.replay)"
+)
 ENVIRONMENT_FAILURES = _generation.counter(
     "gspo_environment_failures", "Rollouts ended by a failed environment", ["kind"]
 )

@@ -78,8 +78,10 @@ class Episodes:
         remote, state = self._remote(rollout), rollout.state
         if remote is None or rollout.ended or not state.state_json:
             return
-        reply = await remote.resume(state.state_json)
-        if reply.HasField("failure") and not self._begins_anew(rollout, reply):
+        reply = await remote.resume(state.state_json, task_json(rollout.task.prompt))
+        if not reply.HasField("failure"):
+            rollout.on_resumed(reply.state_json)
+        elif not self._begins_anew(rollout, reply):
             _fail(rollout, reply.failure.kind, reply.failure.text)
 
     def end(self, rollout: InFlightRollout) -> None:
@@ -139,8 +141,11 @@ class Episodes:
             action=text,
             calls_json=json.dumps(calls) if play.tools_json else "",
         )
-        environment = self._remote(rollout) or self._environments
-        reply = await self._in_time(rollout, environment.step(request, play.step_timeout_s))
+        if remote := self._remote(rollout):
+            answer = remote.step(request, play.step_timeout_s, task_json(rollout.task.prompt))
+        else:
+            answer = self._environments.step(request, play.step_timeout_s)
+        reply = await self._in_time(rollout, answer)
         if reply is not None and self._begins_anew(rollout, reply):
             return
         rollout.on_turn_read(text)

@@ -194,6 +194,10 @@ class InFlightRollout:
         self.state.episode.CopyFrom(Episode(version=environment_version))
         self.state.state_json = state_json
 
+    def on_resumed(self, state_json: str) -> None:
+        """The environment continues the episode, maybe in another session."""
+        self.state.state_json = state_json
+
     def on_opening(self, prompt: Prompt) -> None:
         """The environment's first observation has extended the prompt."""
         self.state.prompt.CopyFrom(prompt)

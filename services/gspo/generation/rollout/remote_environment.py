@@ -1,7 +1,8 @@
 """The sessions of environments on servers: each begins with a rollout, is pinged while the policy writes, and closed.
 
-The server keeps the state, so a rollout's state here is the id of its session and the steps that it has had. A full
-server is waited for, an unreachable one for a while. A session that is lost fails the rollout's attempt, no more:
+The server keeps the state, so a rollout's state here is the record of its session (session_record.py). A full server
+is waited for, an unreachable one for a while. If the environment is declared deterministic (`environment.replay`), a
+lost session is replayed: another one gets its recorded actions. Otherwise it fails the rollout's attempt, no more:
 episodes.py begins the rollout anew.
 
 waits for: the server. unblocked by: its answer, a place on it, reach_timeout_s.
@@ -16,6 +17,7 @@ import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -26,6 +28,7 @@ from gspo.common.network.environment_server import ServerTroubleError, ServerTur
 from gspo.common.network.openenv_server import session_server
 from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
+from gspo.generation.rollout.session_record import SessionRecord
 from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
 
 # Failures that say nothing of the policy's actions: the rollout may begin anew.
@@ -78,42 +81,56 @@ class RemoteEnvironment:
                 return _failed(error)
             raise
         self._keep(session)
-        return self._reply(session, 0, turn)
+        return self._reply(self._begun(session, turn), turn)
 
-    async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
-        """The server's answer to a turn; failures as in `reset`."""
-        session, num_steps = _read_state(request.state_json)
+    async def step(self, request: StepRequest, timeout_s: float, task_json: str) -> EnvironmentReply:
+        """The server's answer to a turn; failures as in `reset`.
+
+        Args:
+            task_json: The rollout's task, for a replay of its session.
+        """
+        record = SessionRecord.from_json(request.state_json)
         calls = json.loads(request.calls_json) if request.calls_json else None
         action = request.action if calls is None else {"text": request.action, "calls": calls}
         try:
             with metrics.ENVIRONMENT_SECONDS.labels("step").time():
-                turn = await self._ask("step", timeout_s, lambda: self._server.step(session, num_steps + 1, action))
+                try:
+                    return await self._step(record, action, timeout_s)
+                except ServerTroubleError as error:
+                    record = await self._replayed(record, task_json, error)
+                try:
+                    return await self._step(record, action, timeout_s)
+                except BaseException:
+                    self._end(record.session)  # the rollout does not know it
+                    raise
         except ServerTroubleError as error:
             return _failed(error)
-        return self._reply(session, num_steps + 1, turn)
 
-    async def resume(self, state_json: str) -> EnvironmentReply:
+    async def resume(self, state_json: str, task_json: str) -> EnvironmentReply:
         """Take over a session that another generator began, which may have gone further there than the rollout.
 
+        Args:
+            task_json: As in `step`.
+
         Returns:
-            A reply without content; a session that cannot be continued is its `failure`.
+            A reply with the session's state alone; a session that cannot be continued is its `failure`.
         """
-        session, num_steps = _read_state(state_json)
-        if session in self._pings:
-            return EnvironmentReply()
+        record = SessionRecord.from_json(state_json)
+        if record.session in self._pings:
+            return EnvironmentReply(state_json=state_json)
         try:
-            done = await self._ask("state", self._config.step_timeout_s, lambda: self._server.num_steps(session))
-            if done != num_steps:
-                text = f"session {session} has had {done} steps, and the saved rollout has {num_steps}"
-                raise ServerTroubleError("session_lost", text)
+            try:
+                await self._check_steps(record)
+                self._keep(record.session)
+            except ServerTroubleError as error:
+                record = await self._replayed(record, task_json, error)
         except ServerTroubleError as error:
             return _failed(error)
-        self._keep(session)
-        return EnvironmentReply()
+        return EnvironmentReply(state_json=record.to_json())
 
     def close(self, state_json: str) -> None:
         """End a rollout's session, in the background."""
-        self._end(_read_state(state_json)[0])
+        self._end(SessionRecord.from_json(state_json).session)
 
     def hand_over(self, state_json: str, is_needed: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Leave a session to the generator that continues its rollout.
@@ -122,7 +139,7 @@ class RemoteEnvironment:
             is_needed: Asked after a moment whether any generator continues the rollout; if none does, the session is
                 closed. None: one does.
         """
-        session = _read_state(state_json)[0]
+        session = SessionRecord.from_json(state_json).session
         if not self._server.needs_pings:  # it is this generator's connection
             self._end(session)
             return
@@ -140,6 +157,57 @@ class RemoteEnvironment:
             for task in late:
                 task.cancel()
         await self._server.aclose()
+
+    async def _step(self, record: SessionRecord, action: Any, timeout_s: float) -> EnvironmentReply:
+        number = record.num_steps + 1
+        turn = await self._ask("step", timeout_s, lambda: self._server.step(record.session, number, action))
+        return self._reply(record.after(action, turn), turn)
+
+    async def _check_steps(self, record: SessionRecord) -> None:
+        """Raise `session_lost` unless the session has had the rollout's steps and no more."""
+        timeout_s, session = self._config.step_timeout_s, record.session
+        done = await self._ask("state", timeout_s, lambda: self._server.num_steps(session))
+        if done != record.num_steps:
+            text = f"session {session} has had {done} steps, and the saved rollout has {record.num_steps}"
+            raise ServerTroubleError("session_lost", text)
+
+    def _begun(self, session: str, turn: ServerTurn) -> SessionRecord:
+        return SessionRecord.begun(session, turn, keeps_actions=self._config.replay)
+
+    async def _replayed(self, record: SessionRecord, task_json: str, error: ServerTroubleError) -> SessionRecord:
+        """Another session in place of a lost one, which has had the same actions and given the same answers.
+
+        Raises:
+            ServerTroubleError: `error`, where nothing is lost or the environment is not declared deterministic; or the
+                trouble of the replay, `session_lost` where an answer differs.
+        """
+        if error.kind != "session_lost" or record.answers is None:
+            raise error
+        self._end(record.session)
+        session, timeout_s = uuid.uuid4().hex, self._config.step_timeout_s
+        try:
+            task = json.loads(task_json)
+            turn = await self._ask("reset", timeout_s, lambda: self._server.reset(session, task))
+            replayed = self._checked(record, self._begun(session, turn))
+            for number, action in enumerate(record.actions, start=1):
+                turn = await self._ask("step", timeout_s, partial(self._server.step, session, number, action))
+                replayed = self._checked(record, replayed.after(action, turn))
+        except BaseException:
+            self._end(session)
+            raise
+        self._keep(session)
+        metrics.SESSIONS_REPLAYED.inc()
+        log.info("session_replayed", session=session, instead_of=record.session, num_steps=replayed.num_steps)
+        return replayed
+
+    def _checked(self, record: SessionRecord, replayed: SessionRecord) -> SessionRecord:
+        """The second record, where its last answer is that of the first one."""
+        if replayed.is_beginning_of(record):
+            return replayed
+        what = f"step {replayed.num_steps}" if replayed.num_steps else "reset"
+        text = f"{self._config.url} answered {what} of a replay otherwise than in session {record.session}"
+        log.warning("replay_differs", url=self._config.url, detail=f"{text}: environment.replay should be false")
+        raise ServerTroubleError("session_lost", text)
 
     async def _ask(self, what: str, timeout_s: float, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The server's answer, which is asked for again while it is full or unreachable."""
@@ -176,9 +244,9 @@ class RemoteEnvironment:
             self._next_message_s = time.monotonic() + _SAY_EVERY_S
             log.warning(problem.kind, url=self._config.url, detail=f"waiting {limit_s:g} s at most: {problem}")
 
-    def _reply(self, session: str, num_steps: int, turn: ServerTurn) -> EnvironmentReply:
+    def _reply(self, record: SessionRecord, turn: ServerTurn) -> EnvironmentReply:
         return EnvironmentReply(
-            state_json=json.dumps({"episode_id": session, "step_count": num_steps}),
+            state_json=record.to_json(),
             observation_json=json.dumps(turn.observation),
             reward=turn.reward,
             done=turn.done,
@@ -250,12 +318,6 @@ class RemoteEnvironments:
 def _spread(seconds: float, most: float) -> float:
     """So long, or up to `most` times as long: rollouts that wait together do not ask together."""
     return seconds * random.uniform(1.0, most)  # noqa: S311 - it hides nothing
-
-
-def _read_state(state_json: str) -> tuple[str, int]:
-    """The session of a rollout, and the steps that it has had."""
-    state = json.loads(state_json)
-    return state["episode_id"], state["step_count"]
 
 
 def _failed(error: ServerTroubleError) -> EnvironmentReply:
