@@ -77,6 +77,7 @@ lock: setup ## Resolve the dependencies anew
 	  --no-annotate --no-header pyproject.toml --extra cuda --extra tensorboard --extra wandb -o deploy/docker/engine-cuda.lock
 	for image in light coordinator reward; do $(COMPILE) deploy/docker/$$image.in -c deploy/requirements.lock \
 	  --no-emit-package hf-xet -o deploy/docker/$$image.lock; done
+	$(COMPILE) deploy/docker/agents.in -c deploy/requirements-cpu.lock -o deploy/docker/agents.lock
 	for example in openenv verifiers; do $(COMPILE) examples/$$example/requirements.in \
 	  -o examples/$$example/requirements.lock; done
 

@@ -37,7 +37,7 @@ from gspo.common.errors import InputError, exit_bad_input
 # Name of a link to the run directory, which every service follows.
 CURRENT = "current"
 COLD_START = "cold_start.py"
-_SERVICES = ("coordinator", "gateway", "generation", "learner", "reward")
+_SERVICES = ("agents", "coordinator", "gateway", "generation", "learner", "reward")
 # Names of the services in a Compose network, and in Kubernetes within their namespace and beyond it.
 HTTP_HOSTS = (*_SERVICES, *(f"gspo-{name}" for name in _SERVICES), "*.svc", "*.svc.cluster.local")
 # Beside this file in the image; what the conversation examples share is in it, and one of them alone is mounted.
@@ -170,6 +170,7 @@ def _named_code(config: Config) -> Iterator[Path]:
     for source in config.sources:
         for _, code in source.code():
             yield from filter(None, (code.path, *code.reads))
+    yield from filter(None, (config.agent.path, *config.agent.reads))
 
 
 def _copy(source: Path, target: Path) -> None:

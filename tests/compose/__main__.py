@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pandas
 
+from tests.compose.agents import agents_play, input_folder
 from tests.compose.docker_engine import ROOT, Docker, NoEngineError, engine
 from tests.compose.project import ComposeProject, report_progress, until
 from tests.compose.refusals import generator_with_another_token, refusals, unreadable_secrets
@@ -55,9 +56,9 @@ def build(docker: Docker) -> None:
     docker.compose("config", "-q")
     docker.compose("-f", "docker-compose.yml", "-f", "docker-compose.gpu.yml", "config", "-q")
     torch_wheel()
-    docker.compose("build", timeout_s=900)
+    docker.compose("--profile", "agents", "build", timeout_s=900)
     base = docker.inspect("python:3.11-slim-bookworm")["Size"]
-    for name in ("coordinator", "reward", "proxy", "engine"):
+    for name in ("coordinator", "reward", "agents", "proxy", "engine"):
         image = docker.inspect(f"gspo-{name}")
         added = (image["Size"] - base) / 1e6
         report_progress(f"image gspo-{name} adds {added:.0f} MB to its base")
@@ -237,19 +238,22 @@ def results(house: ComposeProject, folder: Path) -> None:
 
 
 @contextmanager
-def project(environment: dict[str, str]) -> Iterator[ComposeProject]:
+def project(environment: dict[str, str], suffix: str) -> Iterator[ComposeProject]:
     """A compose project of its own with ports of its own; nothing of it is left behind."""
     kinds = ("", "REWARD_", "GATEWAY_", "PROMETHEUS_", "GRAFANA_")
     names = [f"GSPO_{kind}PORT" for kind in kinds]
     with ExitStack() as probes:
         sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
         ports = dict(zip(names, (one.getsockname()[1] for one in sockets), strict=True))
-    own = {"COMPOSE_PROJECT_NAME": f"gspo-test-{os.getpid()}", **{name: str(port) for name, port in ports.items()}}
+    own = {
+        "COMPOSE_PROJECT_NAME": f"gspo-test-{os.getpid()}{suffix}",
+        **{name: str(port) for name, port in ports.items()},
+    }
     docker = Docker({**environment, **own, "GSPO_START_PERIOD": f"{READY_S}s"})
     try:
         yield ComposeProject(docker, own["COMPOSE_PROJECT_NAME"], ports)
     finally:
-        everything = ("--profile", "tools", "--profile", "gateway")
+        everything = ("--profile", "tools", "--profile", "agents")
         docker.compose(*everything, "down", "-v", "--timeout", "20", "--remove-orphans", timeout_s=180, check=False)
         left = docker.run(
             "ps", "-a", "-q", "--filter", f"label=com.docker.compose.project={own['COMPOSE_PROJECT_NAME']}"
@@ -291,9 +295,14 @@ def story(house: ComposeProject) -> None:
 def main() -> None:
     """Run the story, and show the services' last words where it does not hold."""
     try:
-        with engine() as environment, project(dict(environment)) as house:
+        with engine() as environment, ExitStack() as projects:
+            house = projects.enter_context(project(dict(environment), ""))
             try:
                 story(house)
+                with tempfile.TemporaryDirectory() as folder:
+                    variables = {**environment, "GSPO_INPUT": str(input_folder(Path(folder)))}
+                    house = projects.enter_context(project(variables, "-agents"))
+                    agents_play(house, READY_S)
             except (AssertionError, OSError):
                 print(house.docker.compose("ps", "-a", check=False))
                 print(house.docker.compose("logs", "--no-color", "--tail", "25", check=False))

@@ -51,18 +51,29 @@ async def startup(service: Service) -> AsyncIterator[App]:
 
 
 async def _play_until_stopping(service: Service, worker: AgentWorker) -> None:
-    """Rollouts that are played at the end go to other workers when their leases end."""
-    playing, stopping = asyncio.create_task(worker.run()), asyncio.create_task(service.stopping.wait())
+    """Rollouts that are still played at the end go to other workers when their leases end."""
+    playing = asyncio.create_task(worker.run())
     try:
-        await asyncio.wait({playing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(playing, service.stopping)
         if playing.done():
             playing.result()  # the gateway is away, or says that the run has ended
-            await stopping
+            await service.stopping.wait()
+        elif not service.run_ended.is_set():
+            worker.drain()
+            log.info("draining", detail=f"rollouts have run.drain_timeout_s {service.config.run.drain_timeout_s:g} s")
+            await _first_of(playing, service.run_ended, service.config.run.drain_timeout_s)
     finally:
-        for task in (playing, stopping):
-            task.cancel()
+        playing.cancel()
         with suppress(asyncio.CancelledError):
             await playing
+
+
+async def _first_of(playing: asyncio.Task[None], event: asyncio.Event, timeout_s: float | None = None) -> None:
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({playing, waiting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
 
 
 async def _show(service: Service, pool: AgentPool) -> None:

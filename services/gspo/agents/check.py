@@ -24,6 +24,13 @@ def check(config: Config) -> None:
 
 async def _check(config: Config) -> None:
     agent = config.agent
+    if not agent.is_started:
+        kind = "agent.external is set, so its agents are started elsewhere" if agent.external else "there is no agent"
+        raise InputError(
+            "agent",
+            f"has neither path nor command: {kind}",
+            "Set agent.path or agent.command, or start no such service",
+        )
     if agent.path is not None and not agent.path.is_file():
         rule = f"{agent.path} is no file" if agent.path.exists() else f"{agent.path} does not exist"
         raise InputError("agent.path", rule, "Name a Python file with `async def play(task)`")

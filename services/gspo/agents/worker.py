@@ -74,9 +74,14 @@ class AgentWorker:
     name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
     counts: dict[str, int] = field(default_factory=lambda: {"finished": 0, "failed": 0, "lost": 0})
     _has_ended: bool = False
+    _is_draining: bool = False
+
+    def drain(self) -> None:
+        """Take no more rollouts: `run` returns after those that are played."""
+        self._is_draining = True
 
     async def run(self) -> None:
-        """Play until the run has ended. A cancellation leaves the rollouts to other workers.
+        """Play until the run has ended, or `drain` is called. A cancellation leaves the rollouts to other workers.
 
         Raises:
             RunUnreachableError: The gateway refuses the worker, or has not answered for `patience_s`.
@@ -89,7 +94,7 @@ class AgentWorker:
 
     async def _play_all(self, http: httpx.AsyncClient) -> None:
         request = {"worker": self.name, "wait_s": _WAIT_S}
-        while True:
+        while not self._is_draining:
             try:
                 reply = await self._post(http, "/v1/tasks/lease", self.token, request, self.patience_s)
             except _RunEndedError:

@@ -92,3 +92,10 @@ def test_a_machine_without_seccomp_is_refused_too(tmp_path: Path, monkeypatch: p
     agent_file(tmp_path, "async def play(task): ...")
     monkeypatch.setattr(agent_pool, "agent_filter_bytes", missing)
     assert "libseccomp cannot be loaded" in refused({"path": "agent.py"}, tmp_path).rule
+
+
+@pytest.mark.parametrize(("agent", "text"), [({}, "there is no agent"), ({"external": True}, "started elsewhere")])
+def test_a_run_whose_agent_nobody_starts_here_is_refused(tmp_path: Path, agent: dict[str, Any], text: str) -> None:
+    error = refused(agent, tmp_path, reward={"functions": [{"path": "reward.py"}]})
+    assert error.where == "agent"
+    assert text in str(error)

@@ -45,7 +45,19 @@ async def play(task):
             history += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "More."}]
     return 0.5
 """
-# The same in a shell, with Python's standard library: addresses and keys come by the environment.
+# It takes its time before it calls the policy.
+SLOW_AGENT = """
+import asyncio
+from openai import AsyncOpenAI
+
+async def play(task):
+    print("plays", task.id)
+    await asyncio.sleep(3)
+    async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
+        await client.chat.completions.create(model=task.model, messages=task.messages, max_tokens=6)
+    return 0.5
+"""
+# A shell with Python's standard library: addresses and keys come by the environment.
 PROGRAM = """
 python3 -c '
 import json, os, sys, urllib.request
@@ -61,11 +73,11 @@ print(reply["choices"][0]["message"]["content"])
 
 @asynccontextmanager
 async def playing(
-    generator: SharedEngine, redis_url: str, folder: Path, **agent: Any
+    generator: SharedEngine, redis_url: str, folder: Path, drain_s: float = 1.0, **agent: Any
 ) -> AsyncIterator[tuple[AgentRun, subprocess.Popen[bytes]]]:
-    """A run, its gateway in the directory of instances, and the service of its agents."""
+    """A run, its gateway in the directory of instances, and the service of its agents, which drains for `drain_s`."""
     keys = {**{key: value for key, value in AGENT.items() if key != "external"}, "workers": 2, **agent}
-    async with started_run(generator, redis_url, folder, agent=keys) as run:
+    async with started_run(generator, redis_url, folder, agent=keys, run={"drain_timeout_s": drain_s}) as run:
         service = run.gateway.service
         instance = Instance("gateway", "gateway-0", http=run.gateway.address)
         beating = asyncio.create_task(
@@ -160,3 +172,25 @@ async def test_no_process_of_an_agent_outlives_the_service(
             second.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(wait_exit, second, 20) == 0
         await wait_for_processes(seconds, 0)
+
+
+async def test_a_stopped_service_finishes_its_rollouts_and_takes_no_more(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(SLOW_AGENT)
+    async with playing(generator, redis_url, tmp_path / "run", drain_s=60.0, path=str(path)) as (run, process):
+        first = await run.issue(num_rollouts=2)
+        log = run.gateway.service.config.run_dir / "agents.log"
+        async with asyncio.timeout(30):
+            while sum(line["event"] == "agent_output" for line in log_events(log)) < 2:
+                await asyncio.sleep(0.05)
+        await run.issue(num_rollouts=1)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(wait_exit, process, 40) == 0
+        finished = [await run.rollout() for _ in range(2)]
+        assert {(rollout.group, rollout.number, rollout.episode.reward) for rollout in finished} == {
+            (first.group, 0, 0.5),
+            (first.group, 1, 0.5),
+        }
+        assert not await run.redis.xlen(run.keys.rollouts)

@@ -24,14 +24,14 @@ from gspo.common.host.machine import GENERATORS_PER_GPU
 from gspo.common.service import options as options_module
 from gspo.common.service.module_command import module_command
 from gspo.common.service.options import Options, parse_options
-from gspo.common.streams.keys import GATEWAY, SERVICES
+from gspo.common.streams.keys import AGENTS, GATEWAY, SERVICES
 from tests.support.service_process import make_run
 
 ROOT = Path(__file__).parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 CONTAINERS: dict[str, Any] = COMPOSE["services"]
 GPU: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text())["services"]
-STARTED = (*SERVICES, GATEWAY)
+STARTED = (*SERVICES, GATEWAY, AGENTS)
 OURS = (*STARTED, "secrets", "prepare", "proxy", "gspo")
 HTTP_PORT = 8000
 
@@ -54,7 +54,7 @@ def test_the_containers_are_the_services_and_what_they_need() -> None:
     assert set(CONTAINERS) == {*OURS, "redis", "prometheus", "grafana"}
     # Only what a person asks for is not started by `up`.
     profiles = {name: container["profiles"] for name, container in CONTAINERS.items() if "profiles" in container}
-    assert profiles == {"gateway": ["gateway"], "gspo": ["tools"]}
+    assert profiles == {"gateway": ["gateway", "agents"], "agents": ["agents"], "gspo": ["tools"]}
 
 
 @pytest.mark.parametrize("service", STARTED)
@@ -69,7 +69,7 @@ def test_a_service_starts_by_the_command_that_gspo_run_uses(
     options = options_of(service, config.run_dir, monkeypatch)
     assert (options.host, options.http_port, options.stay) == ("0.0.0.0", HTTP_PORT, True)
     # Replicas are told apart; of the others there is one, which keeps its name.
-    replicated = service in ("generation", "reward", "gateway")
+    replicated = service in ("generation", "reward", "gateway", "agents")
     assert options.name == (f"{service}-4f1c2d3e4a5b" if replicated else f"{service}-0")
 
 
@@ -90,7 +90,9 @@ def test_every_container_is_shut_in(name: str) -> None:
     assert container["read_only"]
     assert container["cap_drop"] == ["ALL"]
     assert "no-new-privileges:true" in container["security_opt"]
-    assert not [option for option in container["security_opt"] if "unconfined" in option]
+    unconfined = [option for option in container["security_opt"] if "unconfined" in option]
+    # bubblewrap mounts a /proc of its own in each sandbox.
+    assert unconfined == (["apparmor=unconfined", "systempaths=unconfined"] if name == AGENTS else [])
     limits = container["deploy"]["resources"]["limits"]
     assert limits["memory"]
     assert limits["pids"]
@@ -116,6 +118,18 @@ def test_what_user_code_may_ask_of_the_kernel_is_less_than_all() -> None:
     (clone,) = [rule for rule in profile["syscalls"] if rule["names"] == ["clone"]]
     new_user = 0x10000000  # CLONE_NEWUSER
     assert clone["args"] == [{"index": 0, "value": new_user, "valueTwo": new_user, "op": "SCMP_CMP_MASKED_EQ"}]
+
+
+def test_the_service_of_agents_may_make_namespaces_and_nothing_more_than_reward() -> None:
+    profiles = {}
+    for name in ("reward", AGENTS):
+        (option,) = [option for option in CONTAINERS[name]["security_opt"] if option.startswith("seccomp=")]
+        profile = json.loads((ROOT / option.removeprefix("seccomp=")).read_text())
+        profiles[name] = {call for rule in profile["syscalls"] for call in rule["names"]}
+        assert profile["defaultAction"] == "SCMP_ACT_ALLOW"
+    namespaces = {"clone", "mount", "pivot_root", "sethostname", "umount", "umount2", "unshare"}
+    assert profiles["reward"] - profiles[AGENTS] == namespaces
+    assert profiles[AGENTS] <= profiles["reward"]
 
 
 def test_secrets_come_as_files() -> None:
@@ -225,7 +239,7 @@ def test_what_is_mounted_from_the_repository_is_there() -> None:
 
 
 def test_the_commands_of_the_documents_are_those_that_the_engine_test_runs() -> None:
-    driven = (ROOT / "tests/compose/__main__.py").read_text()
+    driven = "".join((ROOT / f"tests/compose/{name}.py").read_text() for name in ("__main__", "agents"))
     for document in ("README.md", "docs/deployment.md"):
         blocks = re.findall(r"```sh\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
         lines = [line for block in blocks for line in block.splitlines() if line.startswith("docker compose")]

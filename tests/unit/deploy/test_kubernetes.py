@@ -24,7 +24,7 @@ from gspo.common.errors import EXIT_BAD_INPUT
 from gspo.common.service import options as options_module
 from gspo.common.service.module_command import module_command
 from gspo.common.service.options import parse_options
-from gspo.common.streams.keys import GATEWAY
+from gspo.common.streams.keys import AGENTS, GATEWAY
 from gspo.common.streams.keys import SERVICES as ALWAYS
 from gspo.common.telemetry import metrics
 from tests.support.service_process import make_run
@@ -32,7 +32,7 @@ from tests.support.service_process import make_run
 KUBERNETES = Path(__file__).parents[3] / "deploy/kubernetes"
 OVERLAYS = ("cpu", "gpu", "multi-node")
 VERSION = "1.31"
-SERVICES = (*ALWAYS, GATEWAY)
+SERVICES = (*ALWAYS, GATEWAY, AGENTS)
 PODS = (*SERVICES, "redis", "prepare")
 Documents = dict[tuple[str, str], dict[str, Any]]
 
@@ -134,6 +134,13 @@ def test_every_pod_is_shut_in(rendered: dict[str, Documents], overlay: str) -> N
         assert spec["securityContext"]["runAsNonRoot"], name
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
         assert spec["automountServiceAccountToken"] is False, name
+        unconfined = [
+            key
+            for one in spec["containers"]
+            for key in ("seccompProfile", "procMount", "appArmorProfile")
+            if key in one["securityContext"]
+        ]
+        assert not unconfined or (name == AGENTS and spec["hostUsers"] is False), name
         for container in [*spec.get("initContainers", []), *spec["containers"]]:
             assert container["securityContext"]["readOnlyRootFilesystem"], name
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}, name
@@ -181,6 +188,13 @@ def test_reward_functions_reach_redis_and_nothing_else(rendered: dict[str, Docum
     assert allowed(rendered["cpu"], "egress", "reward") == [("outside", (53, 53)), ("redis", (6379,))]
 
 
+def test_agents_reach_gateways_and_redis_and_nothing_else(rendered: dict[str, Documents]) -> None:
+    documents = rendered["cpu"]
+    expected = [("gateway", (8000,)), ("outside", (53, 53)), ("redis", (6379,))]
+    assert allowed(documents, "egress", "agents") == expected
+    assert ("agents", (8000,)) in allowed(documents, "ingress", "gateway")
+
+
 def test_redis_is_reached_by_the_services_alone(rendered: dict[str, Documents]) -> None:
     assert allowed(rendered["cpu"], "ingress", "redis") == [(one, (6379,)) for one in sorted((*SERVICES, "prepare"))]
     assert allowed(rendered["cpu"], "egress", "redis") == [("outside", (53, 53))]
@@ -198,9 +212,11 @@ def test_calls_between_services_are_let_through(rendered: dict[str, Documents]) 
         assert (caller, (8001,)) in allowed(documents, "ingress", called)
 
 
-def test_gateways_are_started_by_who_wants_them(rendered: dict[str, Documents]) -> None:
+def test_gateways_and_agents_are_started_by_who_wants_them(rendered: dict[str, Documents]) -> None:
     documents = rendered["gpu"]
-    assert documents["Deployment", "gspo-gateway"]["spec"]["replicas"] == 0
+    for service in (GATEWAY, AGENTS):
+        assert documents["Deployment", f"gspo-{service}"]["spec"]["replicas"] == 0
+    assert pod(documents, "Deployment", "gspo-agents")["terminationGracePeriodSeconds"] > RunConfig().drain_timeout_s
     (container,) = pod(documents, "Deployment", "gspo-gateway")["containers"]
     # The build for CPUs: it starts without a GPU.
     assert container["image"].startswith("gspo-gateway:")

@@ -43,6 +43,7 @@ class Service:
     Attributes:
         uid: Of this process in its run; a successor has another.
         stopping: Set when the process has been asked to drain.
+        run_ended: Set when the events say that the run has ended; of services that end with it.
         problems: Why it is not ready, by cause; ready where empty.
         facts: Further fields of /readyz.
         http_api: Answers every HTTP request but the probes; None until the startup sets it.
@@ -61,7 +62,7 @@ class Service:
             run=self.config.name,
             endpoint=self.config.services.otlp_endpoint,
         )
-        self.stopping = asyncio.Event()
+        self.stopping, self.run_ended = asyncio.Event(), asyncio.Event()
         self.problems: dict[str, str] = {STARTING: "the service is starting"}
         self.facts: dict[str, str] = {}
         self.http_api: ASGIApp | None = None
@@ -170,6 +171,7 @@ async def _run(service: Service, startup: Startup, claim: Claim, http: HttpServe
 async def _stop_at_run_end(service: Service, events: Events, position: bytes) -> None:
     finished = await events.wait_for_finished(position)
     log.info("run_finished", reason=finished.reason)
+    service.run_ended.set()
     service.stopping.set()
 
 
