@@ -1,0 +1,55 @@
+"""docs/start.md, executed block by block as a reader does: installation, demo, and a run of one's own.
+
+The reader's model is a small random one, and the own run has two steps.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.documents.documented_commands import ROOT, blocks
+from tests.support.tiny_model import make_tiny_model
+
+_BLOCK_S, _VIEW_S = 900, 60
+
+
+def run(text: str, folder: Path) -> str:
+    """Execute a block in a shell; its output."""
+    path = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env={**os.environ, "PATH": path}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_BLOCK_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{text}\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.long
+def test_the_page_for_the_first_ten_minutes_works(tmp_path: Path) -> None:
+    setup, demo, init, doctor, own = (text for name, text in blocks() if name == "start.md")
+    run(setup, ROOT)
+    report = re.findall(r"\S+report\.html", run(demo, ROOT))
+    assert report
+    make_tiny_model(tmp_path / "path" / "to" / "model")
+    run(init, tmp_path)
+    config = tmp_path / "my-run" / "config.yaml"
+    config.write_text(re.sub(r"total_steps: \d+", "total_steps: 2", config.read_text()))
+    run(doctor, tmp_path)
+    training, status, view = own.splitlines()
+    run(training, tmp_path)
+    assert "step 2/2" in run(status, tmp_path)
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {view.partition('#')[0]} --port 0"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert "rollouts" in httpx.get(f"{url}rollouts", timeout=_VIEW_S).text
+        finally:
+            process.terminate()

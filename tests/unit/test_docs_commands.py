@@ -1,0 +1,114 @@
+"""The commands of the documents: each is one that its program takes, and the cheap ones run.
+
+`make test-long` executes docs/start.md whole.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from gspo.cli.commands import app
+from tests.support.documents.documented_commands import (
+    ALLOWED,
+    OTHERS,
+    RefusedCommandError,
+    Shown,
+    blocks,
+    check,
+    shown_commands,
+)
+from tests.support.tiny_model import make_tiny_model
+
+SHOWN = shown_commands()
+_COMMAND_S = 120
+
+
+def test_every_program_of_the_documents_is_found() -> None:
+    programs = {shown.text.split()[0] for shown in SHOWN}
+    assert {"gspo", "make", "docker", "curl", "python", "sbatch", "torchrun"} <= programs
+    assert programs >= {name for name, reason in OTHERS.items() if reason != "the shell's and the system's"}
+    assert {shown.text for shown in SHOWN} >= set(ALLOWED)
+    assert len(SHOWN) > 150
+
+
+@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: f"{shown.document}: {shown.text[:60]}")
+def test_each_command_is_one_that_its_program_takes(shown: Shown) -> None:
+    check(shown)
+
+
+@pytest.mark.parametrize(("document", "text"), blocks(), ids=lambda text: text[:40])
+def test_each_block_is_of_the_shell_s_syntax(document: str, text: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), document
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gspo run my-run --resum",
+        "gspo stats my-run",
+        "gspo reward activat exact 9f86d081",
+        "gspo view",
+        "gspo report a b",
+        "make tset",
+        'make bench NAMSE="engine"',
+        'make bench NAMES="engin"',
+        "python -m benchmarks engine --quik",
+        "python -m gspo.learner --run-directory x",
+        "python examples/arithmetic/cold_start.py --teachers x",
+        "docker compose up --bild",
+        "docker compose logs -f lerner",
+        "docker compose --profile gatway up",
+        "docker compose run --rm gspo reprt /runs/current",
+        "curl http://127.0.0.1:8081/v1/reward",
+        "curl -d {} http://127.0.0.1:8081/v1/state",
+        "sbatch deploy/slurm/gspo.sbatch config.yaml --resum",
+        "torchrun --nnodes 2 -m gspo.learner --run-dri x",
+        "pip install '.[cud]'",
+        "cp examples/arithmetic/distil.yaml x",
+        "gsop run my-run",
+    ],
+)
+def test_a_misspelt_command_is_refused(text: str) -> None:
+    with pytest.raises(RefusedCommandError):
+        check(Shown("any.md", text, is_whole=True))
+
+
+def leaves(command: object, words: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The words of each command of the command line, and of each group."""
+    subcommands = getattr(command, "commands", {})
+    return [words, *(leaf for name, sub in subcommands.items() for leaf in leaves(sub, (*words, name)))]
+
+
+@pytest.mark.parametrize("words", leaves(get_command(app)), ids=" ".join)
+def test_each_command_explains_itself(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, [*words, "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Usage" in result.output
+
+
+def test_the_first_commands_of_a_reader_run(tmp_path: Path) -> None:
+    """`gspo init`, `config`, `plan` and `status` in an empty folder, as a reader runs them."""
+    model = make_tiny_model(tmp_path / "path" / "to" / "model")
+
+    def gspo(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "gspo.cli", *words], cwd=tmp_path, text=True, capture_output=True, check=False,
+            timeout=_COMMAND_S,
+        )  # fmt: skip
+
+    example = gspo("init", "my-run", "--model", str(model))
+    assert example.returncode == 0, example.stderr
+    assert {path.name for path in (tmp_path / "my-run").iterdir()} == {
+        "config.yaml", "reward.py", "prompts.jsonl", "eval.jsonl"
+    }  # fmt: skip
+    assert "learner.token_records" in gspo("config", "learner.token_records").stdout
+    plan = gspo("plan", str(model), "--gpus", "8", "--gpu-memory", "80")
+    assert plan.returncode == 0, plan.stderr
+    assert gspo("status", "my-run").returncode == 2, "it has not run"
