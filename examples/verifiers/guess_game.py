@@ -23,7 +23,7 @@ class GuessTask(vf.Task[Number]):
     """One game. Its reward is that of the turns that the policy wrote."""
 
     @vf.reward(weight=1.0)
-    async def score(self, trace: vf.Trace) -> float:
+    async def rapid_success(self, trace: vf.Trace) -> float:
         """1 for a right first guess, a sixteenth less for each further one, 0 without one."""
         state, total = reset({"number": self.data.number})[0], 0.0
         for message in trace.assistant_messages:

@@ -27,6 +27,7 @@ from gspo.agents.player.task import Task
 from gspo.agents.worker import AgentFailedError, AgentWorker, RunUnreachableError
 
 TASK_COLUMN = "verifiers_task"
+log = logging.getLogger(__name__)
 
 
 class EpisodePlayer:
@@ -57,7 +58,9 @@ class EpisodePlayer:
             del os.environ[variable]
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            raise AgentFailedError("exception", "; ".join(f"{error.type}: {error.message}" for error in errors))
+            text = "; ".join(f"{error.type}: {error.message}" for error in errors)
+            log.warning("the episode of rollout %s failed: %s", rollout.id, text)
+            raise AgentFailedError("exception", text)
         return sum(trace.reward for trace in episode.traces if trace.agent is None or trace.agent.trainable)
 
 
