@@ -128,6 +128,46 @@ def try_rows(
 
 
 @app.command()
+def compare(
+    run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    what: Annotated[str, typer.Argument(help="Python file, or the beginning of a version in the log.")],
+    function: Annotated[str, typer.Option(help="The function that it stands for, if the run has several.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Number of last steps.")] = 1,
+    rollouts: Annotated[int, typer.Option(min=1, max=4096, help="Rollouts at most; whole groups are taken.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every rollout as JSON.")] = False,
+) -> None:
+    """Score logged rollouts with another version of a function, and show the changes. No service is needed.
+
+    It runs in a sandbox of its own, under the limits of the run's configuration. The run is not changed.
+
+    Example: [bold]gspo reward compare runs/my-run new_reward.py --steps 5[/]
+    """
+    from dataclasses import asdict
+
+    from gspo.cli.reward.log_trial import try_on_log
+
+    tried = try_on_log(run_dir, what, function, steps, rollouts)
+    if as_json:
+        typer.echo(json.dumps([asdict(rollout) for rollout in tried], indent=2))
+        return
+    table = _table("step", "group", "rollout", "score", "tried", "reward", "tried", "")
+    changed = [rollout for rollout in tried if rollout.new != rollout.old or rollout.failure]
+    for rollout in changed:
+        words = rollout.failure or ("the advantage changes sign" if rollout.is_flipped else "")
+        scores = (rollout.old, rollout.new, rollout.old_reward, rollout.new_reward)
+        shown = ["failed" if score is None else f"{score:.4g}" for score in scores]
+        table.add_row(*map(_text, (rollout.step, rollout.group, rollout.number, *shown, words)))
+    console = Console()
+    console.print(table)
+    flipped = sum(rollout.is_flipped for rollout in tried)
+    failed = sum(bool(rollout.failure) for rollout in tried)
+    console.print(
+        f"{len(tried)} rollouts: {len(changed)} scores change, {flipped} advantages change sign, {failed} fail",
+        highlight=False,
+    )
+
+
+@app.command()
 def activate(
     name: Name,
     version: Annotated[str, typer.Argument(help="The version, or at least its first 8 characters.")],
