@@ -25,6 +25,7 @@ from gspo.learner.assembly.rows import Row
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer_api import configured_hyperparameters
+from gspo.runlog.token_ledger import LEDGER, LedgerRecord
 
 SETTLEMENTS = ("trained", "filtered", "stale", "failed", "unused")
 
@@ -191,6 +192,24 @@ def _recorded_digests(run: FinishedRun) -> Iterator[str]:
             yield f"version {version} is recorded as {recorded.get(version)}, and the log makes {policy.digest}"
 
 
+def _closed_ledger(run: FinishedRun) -> Iterator[str]:
+    records = [LedgerRecord.model_validate(line) for line in run.lines(LEDGER)]
+    if not records:
+        yield "there is no token ledger"
+        return
+    for record in records:
+        if record.difference:
+            yield f"step {record.step}: {record.difference} of {record.tokens['generated']} tokens have no column"
+    if left := records[-1].tokens.get("in_flight", 0):
+        yield f"{left} tokens are in flight, and the run has ended"
+    last = {record.account: record for record in records}
+    in_ledger = sum(record.tokens.get("trained", 0) for record in last.values())
+    in_steps = sum(int(row.mask.sum()) for _, row in run.rows if row.skipped is None)
+    # Redis cannot count entries that a wipe took; the learner may have them in memory, and train them.
+    if in_ledger > in_steps or (len(last) == 1 and in_ledger < in_steps):
+        yield f"{in_ledger} tokens are trained by the ledger, {in_steps} by the step files, {len(last)} accounts"
+
+
 # Each with the kinds of data that it is checked on.
 _INVARIANTS: tuple[tuple[str, tuple[str, ...], Callable[[FinishedRun], Iterator[str]]], ...] = (
     (
@@ -204,4 +223,5 @@ _INVARIANTS: tuple[tuple[str, tuple[str, ...], Callable[[FinishedRun], Iterator[
     ("a failed score is never a number", ("failed scores",), _no_number),
     ("the run ends, Redis is empty, no stream exceeds the slots", ("steps",), _complete),
     ("a replay of the log gives the recorded digests", ("versions",), _recorded_digests),
+    ("every generated token is in one column of the ledger", ("tokens",), _closed_ledger),
 )

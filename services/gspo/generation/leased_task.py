@@ -130,6 +130,7 @@ class Saver:
 
     async def _save(self, tasks: Iterable[LeasedTask], *, paused: bool) -> None:
         states: dict[Inbox, list[EntryState]] = defaultdict(list)
+        reported: list[tuple[InFlightRollout, int]] = []
         for leased in tasks:
             for rollout in leased.in_flight.values():
                 if not paused and not self._is_due(rollout):
@@ -137,10 +138,14 @@ class Saver:
                 running = self._engine.partial_output(rollout.request_id)
                 state = rollout.snapshot(running, 0 if paused else leased.delivery.num_deliveries)
                 rollout.num_saved, rollout.saved_s = len(state.token_ids), time.monotonic()
-                saved = EntryState(leased.delivery, rollout.rollout_key, state.SerializeToString())
+                tokens = rollout.tokens(len(running.token_ids))
+                saved = EntryState(leased.delivery, rollout.rollout_key, state.SerializeToString(), tokens)
                 states[leased.source.inbox].append(saved)
+                reported.append((rollout, tokens.num_sampled))
         for inbox, saved_states in states.items():
             metrics.ROLLOUTS_SAVED.inc(await inbox.save(saved_states))
+        for rollout, num in reported:
+            rollout.num_reported = max(rollout.num_reported, num)
 
     def _is_due(self, rollout: InFlightRollout) -> bool:
         unsaved = len(rollout.state.token_ids) + self._engine.num_sampled(rollout.request_id) - rollout.num_saved

@@ -209,7 +209,7 @@ class GenerationLoop:
         self._release(leased, 1)
         del leased.in_flight[rollout.number]
         stream, payload = leased.source.finished_stream, finished.SerializeToString()
-        output = EntryOutput(leased.delivery, stream, payload, rollout.rollout_key)
+        output = EntryOutput(leased.delivery, stream, payload, rollout.rollout_key, rollout.tokens())
         if not await leased.source.outbox.put(output):
             detail = "dropped: its group ended, or another generator has it"
             log.info("lease_lost", rollout=rollout.rollout_key, detail=detail)

@@ -133,6 +133,7 @@ def _app(service: Service, learner: Learner, trackers: Trackers, position: bytes
             "publisher": learner.publisher.run,
             "events": lambda: learner.watch_events(position),
             "trackers": trackers.run,
+            "tokens": learner.tokens.run,
             "stop": stop_on_request,
             "shift": shifts.keep,
             "ranks": lambda: learner.trainer.send_rank_heartbeats(service.config.learner.rank_timeout_s),

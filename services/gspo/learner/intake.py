@@ -13,7 +13,6 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import lru_cache
 
 import structlog
@@ -23,6 +22,7 @@ from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import Delivery, Inbox
 from gspo.common.streams.keys import LEARNER
+from gspo.common.streams.token_counts import NO_TOKENS, EndedTokens
 from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.learner.assembly.assembler import (
@@ -33,7 +33,9 @@ from gspo.learner.assembly.assembler import (
     PromptsUsedUp,
     WaitingForGroups,
 )
+from gspo.learner.assembly.ended_tokens import HeldEntry, dead_tokens, late_tokens, row_key, trained_tokens
 from gspo.learner.assembly.rollout_limits import rollout_limits
+from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.push.publisher import Publisher
 from gspo.learner.run_end import RunEndCondition, RunFailedError
@@ -81,7 +83,9 @@ class Intake:
             lease_s=service.config.services.lease_s,
         )
         # Of each group: its entries until they are acknowledged, and when its rollouts passed each service.
-        self._unacknowledged: dict[int, list[Delivery]] = defaultdict(list)
+        self._unacknowledged: dict[int, list[HeldEntry]] = defaultdict(list)
+        # Tokens of the last logged step by rollout; read where an earlier process has left its entries.
+        self._logged: dict[str, EndedTokens] | None = None
         self._timelines: dict[int, list[RolloutTimeline]] = defaultdict(list)
         self.untrained = UntrainedGroups()
         self._woken = asyncio.Event()
@@ -132,9 +136,16 @@ class Intake:
         """Have `next_batch` look again at once: an event came, or a request."""
         self._woken.set()
 
-    async def acknowledge(self, groups: Iterable[int]) -> None:
-        """Acknowledge every entry of groups that are settled on disk."""
-        await self._inbox.acknowledge([entry for group in groups for entry in self._unacknowledged.pop(group, [])])
+    async def acknowledge_trained(self, rows: Iterable[Row]) -> None:
+        """Acknowledge every entry of a logged step."""
+        rows = list(rows)
+        trained = {row_key(row): trained_tokens(row) for row in rows}
+        await self._acknowledge({row.group for row in rows}, lambda held: trained[held.key])
+
+    async def _acknowledge(self, groups: Iterable[int], tokens: Callable[[HeldEntry], EndedTokens]) -> None:
+        """Acknowledge every entry of groups that are settled on disk, each with its tokens."""
+        held = [entry for group in groups for entry in self._unacknowledged.pop(group, [])]
+        await self._inbox.acknowledge((entry.delivery, tokens(entry)) for entry in held)
 
     def take_timelines(self, groups: Iterable[int]) -> list[RolloutTimeline]:
         """The timelines of the rollouts of groups that have ended, once."""
@@ -169,14 +180,32 @@ class Intake:
                 continue
             if added is not AddResult.NEW:
                 metrics.ROLLOUTS_SKIPPED.labels(added.value).inc()
-                useless.append(delivery)
+                useless.append((delivery, self._tokens_of_useless(delivery, added)))
                 continue
             # For its acknowledgement; the assembler has its content.
-            self._unacknowledged[group].append(replace(delivery, payload=b"", message=None))
+            self._unacknowledged[group].append(HeldEntry.of(delivery, _issued(entry)))
             if isinstance(entry, ScoredRollout):
                 self._timelines[group].append(RolloutTimeline.of(entry))
         await self._inbox.acknowledge(useless)
         self._woken.set()
+
+    def _tokens_of_useless(self, delivery: Delivery, added: AddResult) -> EndedTokens:
+        """The tokens of an entry that nothing waits for.
+
+        A learner that was killed between the record of an ending and the acknowledgement leaves its entries to the
+        next one. An entry of which this is the first delivery was made twice, or came late.
+        """
+        entry, is_first = _entry_of(delivery), delivery.num_deliveries == 1
+        if isinstance(entry, GroupFailure):
+            return NO_TOKENS
+        ending = self._run_dir.settlements.get(entry.rollout.group)
+        if ending is GroupEnding.TRAINED and not is_first:
+            if self._logged is None:
+                self._logged = {row_key(row): trained_tokens(row) for row in self._run_dir.last_rows()}
+            return self._logged.get(row_key(entry.rollout)) or late_tokens(entry.rollout, "trained")
+        if added is AddResult.DUPLICATE:
+            return late_tokens(entry.rollout, "superseded")
+        return late_tokens(entry.rollout, (ending or GroupEnding.FAILED).value)
 
     async def _never_issued(self, deliveries: Iterable[Delivery]) -> set[int]:
         """Groups that were never issued: the assembler does not know them, and they are not in `open`.
@@ -193,7 +222,7 @@ class Intake:
     async def _refuse(self, delivery: Delivery, reason: str, replacement: Scored | None = None) -> None:
         metrics.ROLLOUTS_SKIPPED.labels("malformed").inc()
         outputs = [(self._service.keys.scored, replacement.SerializeToString())] if replacement else []
-        await self._inbox.dead_letter(delivery, reason, outputs)
+        await self._inbox.dead_letter(delivery, reason, outputs, dead_tokens(_issued(_entry_of(delivery))))
 
     def _replacement_for(self, entry: ScoredRollout | GroupFailure, reason: str) -> Scored | None:
         """A failed rollout without tokens: a refused rollout is done for the generators, which do not repeat it."""
@@ -213,7 +242,7 @@ class Intake:
     async def _give_up(self, delivery: Delivery, entry: ScoredRollout | GroupFailure) -> GroupFailure:
         """Dead-letter an entry that so many learners died over: its group fails, and its slot is free."""
         reason = f"handed to {delivery.num_deliveries - 1} learners, and each died with it in hand"
-        await self._inbox.dead_letter(delivery, reason)
+        await self._inbox.dead_letter(delivery, reason, tokens=dead_tokens(_issued(entry)))
         issued = _issued(entry)
         return GroupFailure(group=issued.group, attempt=issued.attempt, reason=reason)
 
@@ -234,9 +263,9 @@ class Intake:
             return
         await asyncio.to_thread(self._run_dir.settle, groups)
         self.untrained.add(groups)
-        numbers = [group.group for group in groups]
-        await self.acknowledge(numbers)
-        self.take_timelines(numbers)
+        endings = {group.group: group.settlement for group in groups}
+        await self._acknowledge(endings, lambda held: held.ended_as(endings[held.group]))
+        self.take_timelines(endings)
         await self._events.send(Event(groups_settled=GroupsSettled(groups=[group.to_proto() for group in groups])))
         log.info("groups_settled", num=len(groups), last=groups[-1].settlement.value, reason=groups[-1].reason)
 

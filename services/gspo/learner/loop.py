@@ -41,6 +41,7 @@ from gspo.learner.run_end import RunEndCondition, RunFailedError
 from gspo.learner.step_report import StepClock, StepPhase, StepReport
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
+from gspo.learner.token_account import TokenAccount
 from gspo.learner.trainer_thread import TrainerThread
 from gspo.learner.training.trainer_api import (
     Hyperparameters,
@@ -70,6 +71,7 @@ class Learner:
     Attributes:
         trainer: Trains a step and writes its state, in a thread.
         publisher: Pushes the newest policy version to the generators.
+        tokens: Keeps the token ledger.
         intake: Takes scored rollouts in and gives out the next batch.
         checkpoints: Writes a checkpoint when one is due or requested.
 
@@ -124,6 +126,7 @@ class Learner:
             is_beside=keeps_states,
             on_end=self.intake.wake,
         )
+        self.tokens = TokenAccount(service, run_dir)
         self._trained_version = recovered.weights.version
         self._make_newest(recovered.weights)
 
@@ -184,7 +187,7 @@ class Learner:
         self._groups_in_training[step] = batch.groups
         with activity.doing("logging", f"step {step}"):
             await asyncio.to_thread(self._run_dir.write_step, step, batch.rows)
-            await self.intake.acknowledge(batch.groups)
+            await self.intake.acknowledge_trained(batch.rows)
         self._clock.end_phase(StepPhase.LOG)
         if self._shifts.are_needed:
             # The evaluation of the served version needs the engines.
@@ -268,6 +271,7 @@ class Learner:
         self._publish(weights)
         await asyncio.to_thread(self._run_dir.steplog.write_tokens, batch.step, tokens)
         await self._report.report(batch, weights.digest, {**figures, "version_beside_s": seconds if is_beside else 0.0})
+        await self.tokens.record(batch.step)
 
     async def _finish_step(self) -> None:
         """Wait until the version of the last step is on record, published and reported.
@@ -333,6 +337,7 @@ class Learner:
         max_wait_s = self._gate.max_wait_s + self.publisher.push_limit_s
         # The coordinator may have issued groups before it heard that this is the end.
         await self._end.wait_for_finished(max_wait_s, on_poll=self._settle_unused)
+        await self.tokens.record(version)
 
     async def _settle_unused(self) -> None:
         if not self._end.is_stopped:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from gspo.runlog.step_files import step_files
+from gspo.runlog.token_ledger import LEDGER, LedgerRecord, TokenLedger, token_ledger
 
 Record = TypeVar("Record")
 LOG_FOLDER = "log"
@@ -180,6 +181,10 @@ class RunLog:
         """The groups that ended, in the order of the file: trained ones only where their step file was removed."""
         return self._read(SETTLED, SettledRecord.model_validate)
 
+    def ledger(self) -> TokenLedger | None:
+        """The token ledger by its last records; None without a record."""
+        return token_ledger(self._read(LEDGER, LedgerRecord.model_validate))
+
     def step_files(self) -> dict[int, Path]:
         """The files of the logged steps by step, in order."""
         return step_files(self.folder)
@@ -189,8 +194,8 @@ class RunLog:
         return bool(self.step_files()) or any(self.folder.parent.glob("checkpoints/step-*"))
 
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of metrics.jsonl and evaluations.jsonl: they change when a step or an evaluation is recorded."""
-        files = [self.folder / name for name in (METRICS, EVALUATIONS)]
+        """Bytes of the files that grow when a step or an evaluation is recorded."""
+        files = [self.folder / name for name in (METRICS, EVALUATIONS, LEDGER)]
         return tuple(file.stat().st_size if file.exists() else 0 for file in files)
 
     def _read(self, name: str, parse: Callable[[Mapping[str, Any]], Record]) -> list[Record]:

@@ -22,6 +22,7 @@ from gspo.common.config.schema import Config
 from gspo.common.service.app import Service
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.token_counts import read_counts
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.loop import GenerationLoop
 from gspo.generation.rollout.driver import RolloutDriver
@@ -252,3 +253,24 @@ async def test_saved_tokens_of_older_weights_are_dropped_under_restart(
     other = start(config, redis_url, "other", version=1)
     assert {version for rollout in await finished(redis, keys, 4) for version in rollout.version} == {1}
     await other.end()
+
+
+async def test_the_ledger_has_every_token_of_a_rollout_that_was_cut_in_two(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
+) -> None:
+    config = configure(tmp_path, on_update="restart")
+    dying = start(config, redis_url, "dying")
+    await issue(redis, keys, 7)
+    await sampled_at_least(dying, 2 * SAVE_TOKENS)
+    await dying.kill()
+    _, saved = await read_counts(redis, keys)
+    assert saved["generated"] == saved["in_flight"] >= 4 * SAVE_TOKENS
+
+    # Newer weights drop the saved tokens, and the rollouts begin anew.
+    other = start(config, redis_url, "other", version=1)
+    rollouts = await finished(redis, keys, 4)
+    await other.end()
+    _, tokens = await read_counts(redis, keys)
+    assert tokens["in_flight"] == sum(len(rollout.token_ids) for rollout in rollouts) == 4 * LENGTH
+    assert tokens["superseded"] == saved["generated"]
+    assert tokens["generated"] == tokens["in_flight"] + tokens["superseded"]

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gspo.common.weights import policy_digest
+from gspo.runlog.token_ledger import LEDGER, LedgerRecord
 from tests.integration.run.conftest import (
     BEHAVIOR_HIGH,
     BEHAVIOR_LOW,
@@ -59,6 +60,17 @@ def test_every_group_issued_is_settled_once(run: WholeRun) -> None:
     assert summary["groups"]["trained"] == len(trained) == STEPS * GROUPS
     ended = ("trained", "filtered", "stale", "failed", "unused")
     assert sum(summary["groups"][name] for name in ended) == summary["groups"]["issued"]
+
+
+def test_every_generated_token_is_in_a_column_of_the_ledger(run: WholeRun) -> None:
+    records = [LedgerRecord.model_validate(line) for line in run.lines(LEDGER)]
+    assert [record.step for record in records] == [*range(1, STEPS + 1), STEPS]
+    assert {record.difference for record in records} == {0}
+    last = records[-1].tokens
+    logged = sum(sum(row["mask"]) for step in range(1, STEPS + 1) for row in run.rows(step) if not row["skipped"])
+    assert last["trained"] == logged > 0
+    assert last["generated"] - last.get("unused", 0) - last.get("unfinished", 0) - last["in_flight"] == logged
+    assert last["evaluation"] > 0
 
 
 def test_without_lag_every_token_is_of_its_steps_version(run: WholeRun) -> None:

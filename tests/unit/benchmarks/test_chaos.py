@@ -53,7 +53,7 @@ def sound(tmp_path: Path, model: Path) -> FinishedRun:
     log, maker = StepLog(run_dir / "log"), SimulatedTrainer(config, model, run_dir, Settings(time_scale=0))
     (run_dir / "log").mkdir()
     (run_dir / "services").mkdir()
-    policy, versions, loaded, metrics = weights_from(0, maker.policy()), [], [], []
+    policy, versions, loaded, metrics, ledger = weights_from(0, maker.policy()), [], [], [], []
     for step in range(1, STEPS + 1):
         versions.append({"version": step - 1, "digest": policy.digest})
         loaded.append({"event": "version_loaded", "version": step - 1, "digest": policy.digest[:12]})
@@ -63,14 +63,20 @@ def sound(tmp_path: Path, model: Path) -> FinishedRun:
         maker.train(step, rows, (), configured_hyperparameters(config, step))
         policy = weights_from(step, maker.policy())
         metrics.append({"step": step})
+        trained = sum(int(row.mask.sum()) for _, row in _logged(log) if row.skipped is None)
+        ledger.append({"step": step, "unix_s": 0, "account": "a", "tokens": {"generated": trained, "trained": trained}})
     versions.append({"version": STEPS, "digest": policy.digest})
     settled = [{"group": 2 * STEPS, "settlement": "unused", "reason": "the end"}]
     for name, lines in (("log/policy.jsonl", versions), ("log/metrics.jsonl", metrics), ("log/settled.jsonl", settled),
-                        ("services/generation-0.log", loaded)):  # fmt: skip
+                        ("log/ledger.jsonl", ledger), ("services/generation-0.log", loaded)):  # fmt: skip
         _write(run_dir / name, lines)
     groups = {"issued": 2 * STEPS + 1, "trained": 2 * STEPS, "filtered": 0, "stale": 0, "failed": 0, "unused": 1}
     (run_dir / "summary.json").write_text(json.dumps({"groups": groups}))
     return FinishedRun(run_dir, config, 0, {"open": 0, "dead": 3}, {"scored": 8})
+
+
+def _logged(log: StepLog) -> list[tuple[int, Row]]:
+    return [(step, row) for step in log.steps() for row in log.read(step)]
 
 
 def _row(row: Row, step: int, key: int) -> Row:
@@ -93,8 +99,8 @@ def broken(run: FinishedRun) -> set[int]:
 
 def test_a_sound_log_breaks_nothing(sound: FinishedRun) -> None:
     results = check(sound)
-    assert [result.number for result in results] == [1, 2, 3, 4, 5, 6, 7]
-    assert [result.broken for result in results] == [()] * 7
+    assert [result.number for result in results] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [result.broken for result in results] == [()] * 8
 
 
 def _change_last_step(run: FinishedRun, change: Callable[[Row], Row]) -> None:
@@ -154,3 +160,21 @@ def test_other_digests_are_seen(sound: FinishedRun) -> None:
 )
 def test_an_end_that_is_none_is_seen(sound: FinishedRun, change: dict[str, Any]) -> None:
     assert broken(replace(sound, **change)) == {6}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"generated": 1}, {"trained": 1}, {"generated": 3, "in_flight": 3}, {"generated": -1, "trained": -1}],
+    ids=["lost", "twice", "left over", "not the step files'"],
+)
+def test_a_ledger_that_does_not_close_is_seen(sound: FinishedRun, change: dict[str, int]) -> None:
+    *before, last = _read(sound.run_dir / "log/ledger.jsonl")
+    last["tokens"] = {"in_flight": 0, **last["tokens"]}
+    last["tokens"] |= {column: last["tokens"][column] + num for column, num in change.items()}
+    _write(sound.run_dir / "log/ledger.jsonl", [*before, last])
+    assert broken(sound) == {8}
+
+
+def test_a_run_without_a_ledger_is_seen(sound: FinishedRun) -> None:
+    (sound.run_dir / "log/ledger.jsonl").write_text("")
+    assert broken(sound) == {8}

@@ -18,6 +18,7 @@ from gspo.common.config.schema import Config
 from gspo.common.network.http_server import HttpServer
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
+from gspo.runlog.token_ledger import LedgerRecord
 from gspo.view.http_api import make_page
 from gspo.view.viewed_run import ViewedRun
 from tests.unit.cli.test_report import evaluate, train
@@ -35,6 +36,8 @@ def run_dir(config: Config, tmp_path: Path) -> Path:
         train(run, 1, 10)
         evaluate(run, 10, 0.6)
         run.settle([EndedGroup(44, GroupEnding.STALE, "too old")])
+        tokens = {"generated": 1500, "trained": 1400, "masked_failed": 90, "in_flight": 10, "evaluation": 70}
+        run.append_ledger(LedgerRecord(step=10, unix_s=0.0, account="a", tokens=tokens))
     return tmp_path
 
 
@@ -57,6 +60,19 @@ def test_the_page_begins_with_what_bounds_the_run(client: TestClient) -> None:
     assert "named &lt;i&gt;" in text
     assert "no end is recorded" in text
     assert "data-open" in text, "the page follows the run"
+
+
+def test_the_page_says_what_became_of_the_tokens(client: TestClient, run_dir: Path) -> None:
+    text = " ".join(client.get("/").text.split())
+    assert '<th scope="row">generated</th><td>1,500</td><td>100.0 %</td>' in text
+    assert '<th scope="row">masked failed</th><td>90</td><td>6.0 %</td>' in text
+    assert '<th scope="row">difference</th><td>0</td>' in text
+    assert "As of step 10; 70 more for evaluations." in text
+    with RunDir(run_dir) as run:
+        run.append_ledger(LedgerRecord(step=11, unix_s=0.0, account="a", tokens={"generated": 1500, "trained": 1490}))
+        train(run, 11, 11)
+    text = client.get("/").text
+    assert "the columns have 10 tokens less than were generated: some were lost" in text
 
 
 def test_a_run_without_a_step_has_a_page(config: Config, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from gspo.common.telemetry.advice import Verdict, verdict
 from gspo.common.telemetry.clip_causes import clip_causes_line
 from gspo.common.telemetry.step_time import seconds_beside, seconds_by_function
 from gspo.runlog.run_log import RunLog
+from gspo.runlog.token_ledger import TokenLedger
 
 _WATCH_S, _BAR_WIDTH = 1.0, 24
 _PIPE_WIDTH = 10_000
@@ -94,6 +95,7 @@ class StatusPage:
     def __init__(self, run_dir: Path, config: Config) -> None:
         self._run_dir, self._config = run_dir, config
         self._view, self._unscored = View(config, run_dir, {}, Phases()), ""
+        self._ledger: TokenLedger | None = None
         self._read: tuple[int, ...] = ()
 
     @property
@@ -130,6 +132,8 @@ class StatusPage:
             parts.append(Text(mismatch))
         if causes := clip_causes_line(list(view.steps), self._config):
             parts.append(Text(causes))
+        if self._ledger is not None:
+            parts.append(Text(self._ledger.line, "yellow" if self._ledger.warning else ""))
         replicas = self._config.generation.replicas
         num_generators = sum(instance.service == GENERATION for instance in instances) or replicas
         if bound := verdict(list(view.steps), self._config, num_generators):
@@ -153,6 +157,7 @@ class StatusPage:
         if state != self._read:
             self._config = read_config(self._run_dir / CONFIG_NAME)
             self._view, self._read = View(self._config, self._run_dir, {}, Phases()), state
+            self._ledger = RunLog(self._run_dir).ledger()
             self._unscored = unscored_so_far(self._run_dir, load_history(self._view))
         return self._view
 

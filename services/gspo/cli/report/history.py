@@ -80,6 +80,7 @@ class RunHistory:
         step_files: Logged steps that are still on the disk, in order.
         rollouts: By step, how many were trained and skipped.
         config: None where it cannot be read.
+        ledger: The token ledger; None where the log has none.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -88,6 +89,7 @@ class RunHistory:
         self.metrics, self.evaluations, self.versions = log.steps(), log.evaluations(), log.versions()
         self.step_files, self.rollouts, self.groups = log.step_files(), dict[int, Counter[str]](), Groups()
         self._count(log.settled())
+        self.ledger = log.ledger()
         self.config: Config | None = None
         try:
             self.config = read_config(run_dir / CONFIG_NAME)

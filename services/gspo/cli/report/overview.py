@@ -56,6 +56,7 @@ class RunOverview:
             "advice": advised(history),
             "notes": notes(history, summary),
             "times": [(share.in_words, share.seconds, share.share) for share in shares(*history.figures)],
+            "ledger": history.ledger,
             "endings": [(name, summary["groups"][name]) for name in (*SETTLEMENTS, "open")],
         }
 

@@ -56,6 +56,8 @@ def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: di
         },
         "rollouts": _rollouts(history),
         "tokens": int(tokens),
+        "token_ledger": history.ledger
+        and {**history.ledger.tokens, "evaluation": history.ledger.evaluation, "difference": history.ledger.difference},
         "tokens_per_s": tokens / time_s if time_s else None,
         "card_use": mean_card_use(history.figures),
         "outside_clip": causes and asdict(causes),
@@ -115,6 +117,7 @@ def notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         *_accuracy_notes(history, summary),
         *_group_notes(history, summary),
         *([f"{unscored}."] if unscored else []),
+        *([f"Tokens: {history.ledger.warning}."] if history.ledger and history.ledger.warning else []),
         *_mismatch_notes(history),
         *_log_notes(history),
         *history.problems,

@@ -100,6 +100,7 @@ def render(history: RunHistory, summary: dict[str, Any], plots: list[Plot]) -> s
         times=[(share.in_words, share.seconds, share.share) for share in shares(*history.figures)],
         endings=[(name, _MEANINGS[name], summary["groups"][name], _reasons(history, name)) for name in SETTLEMENTS],
         lost=stale_by_length(history),
+        ledger=history.ledger,
         samples=read_samples(history),
         environment=history.environment,
         run_dir=run_dir,

@@ -20,6 +20,7 @@ from redis.exceptions import ResponseError
 
 from gspo.common.streams.entries import MalformedEntryError, entry_kinds, make_letter, read_entry
 from gspo.common.streams.keys import Keys, consumer_groups
+from gspo.common.streams.token_counts import COUNTING, NO_TOKENS, NOT_COUNTED, EndedTokens, RolloutTokens
 from gspo.common.telemetry import metrics
 
 FIELD = b"d"
@@ -36,31 +37,47 @@ local function owns(entry, num_deliveries)
 end
 """
 
-# KEYS: stream, output streams. ARGV: consumer group, consumer, entry, deliveries, payloads.
+# KEYS: stream, tokens, rollout_tokens, output streams. ARGV: consumer group, consumer, entry, deliveries, the six of
+# EndedTokens, payloads.
 _FINISH = """
 if not owns(ARGV[3], ARGV[4]) then return 0 end
-for i = 2, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 3]) end
+for i = 4, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 7]) end
 redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
 redis.call('XDEL', KEYS[1], ARGV[3])
+settle(KEYS[2], KEYS[3], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])
 return 1
 """
 
-# KEYS: stream, partial hash, output streams. ARGV: consumer group, consumer, then entry, deliveries, output key, place
-# of the output's stream in KEYS, and payload in fives. Returns 1 for each output whose entry is still ours, else 0. A
-# key that is done already means that this output was written by an earlier delivery: the first result wins. Outputs of
-# one entry come together, and its lease is checked and renewed once.
+# KEYS: stream, tokens, rollout_tokens. ARGV: consumer group, then entry and the six of EndedTokens in sevens. A call
+# that is repeated finds no entry, and counts nothing.
+_ACKNOWLEDGE = """
+for i = 2, #ARGV, 7 do
+  redis.call('XACK', KEYS[1], ARGV[1], ARGV[i])
+  if redis.call('XDEL', KEYS[1], ARGV[i]) == 1 then
+    settle(KEYS[2], KEYS[3], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6])
+  end
+end
+"""
+
+# KEYS: stream, partial hash, tokens, rollout_tokens, output streams. ARGV: consumer group, consumer, evaluation, then
+# entry, deliveries, output key, kept, sampled and reported tokens, place of the output's stream in KEYS, and payload in
+# eights. Returns 1 for each output whose entry is still ours, else 0. A key that is done already means that this output
+# was written by an earlier delivery: the first result wins. Outputs of one entry come together, and its lease is
+# checked and renewed once.
 _PUT_MANY = """
 local kept, ours = {}, {}
-for i = 3, #ARGV, 5 do
+for i = 4, #ARGV, 8 do
   local lease = ARGV[i] .. ':' .. ARGV[i + 1]
   if ours[lease] == nil then
     ours[lease] = owns(ARGV[i], ARGV[i + 1]) or false
     if ours[lease] then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID') end
   end
-  if ours[lease] and redis.call('HGET', KEYS[2], ARGV[i + 2]) ~= 'done' then
-    redis.call('XADD', KEYS[tonumber(ARGV[i + 3])], '*', 'd', ARGV[i + 4])
+  local is_new = ours[lease] and redis.call('HGET', KEYS[2], ARGV[i + 2]) ~= 'done'
+  if is_new then
+    redis.call('XADD', KEYS[tonumber(ARGV[i + 6])], '*', 'd', ARGV[i + 7])
     redis.call('HSET', KEYS[2], ARGV[i + 2], 'done')
   end
+  report(ARGV[3], KEYS[3], KEYS[4], ARGV[i + 2], lease, ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], is_new and '1')
   kept[#kept + 1] = ours[lease] and 1 or 0
 end
 return kept
@@ -94,19 +111,20 @@ end
 return kept
 """
 
-# KEYS: stream, partial hash. ARGV: consumer group, consumer, then entry, deliveries, output key and state in fours.
-# Returns how many were saved. A key that is done stays so: a state that comes after it is late.
+# KEYS: stream, partial hash, tokens, rollout_tokens. ARGV: consumer group, consumer, evaluation, then entry,
+# deliveries, output key, kept, sampled and reported tokens, and state in sevens. Returns how many were saved. A key
+# that is done stays so: a state that comes after it is late.
 _SAVE = """
 local saved = 0
-for i = 3, #ARGV, 4 do
-  if owns(ARGV[i], ARGV[i + 1]) then
-    local done = redis.call('HSTRLEN', KEYS[2], ARGV[i + 2]) == 4
-      and redis.call('HGET', KEYS[2], ARGV[i + 2]) == 'done'
-    if not done then
-      redis.call('HSET', KEYS[2], ARGV[i + 2], ARGV[i + 3])
-      saved = saved + 1
-    end
+for i = 4, #ARGV, 7 do
+  local is_saved = owns(ARGV[i], ARGV[i + 1]) and not (redis.call('HSTRLEN', KEYS[2], ARGV[i + 2]) == 4
+    and redis.call('HGET', KEYS[2], ARGV[i + 2]) == 'done')
+  if is_saved then
+    redis.call('HSET', KEYS[2], ARGV[i + 2], ARGV[i + 6])
+    saved = saved + 1
   end
+  local lease = ARGV[i] .. ':' .. ARGV[i + 1]
+  report(ARGV[3], KEYS[3], KEYS[4], ARGV[i + 2], lease, ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], is_saved and '0')
 end
 return saved
 """
@@ -148,6 +166,7 @@ class EntryOutput:
     stream: str
     payload: bytes
     key: str
+    tokens: RolloutTokens = NOT_COUNTED
 
 
 @dataclass(frozen=True)
@@ -157,6 +176,7 @@ class EntryState:
     delivery: Delivery
     key: str
     state: bytes
+    tokens: RolloutTokens = NOT_COUNTED
 
 
 class Inbox:
@@ -175,11 +195,13 @@ class Inbox:
         self._redis, self._keys = redis, keys
         self._stream_exists = False
         self._consumer_group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
-        self._finish_script = redis.register_script(_OWNS + _FINISH)
-        self._put_many_script = redis.register_script(_OWNS + _PUT_MANY)
+        self._is_evaluation = stream == keys.eval_prompts
+        self._finish_script = redis.register_script(_OWNS + COUNTING + _FINISH)
+        self._acknowledge_script = redis.register_script(COUNTING + _ACKNOWLEDGE)
+        self._put_many_script = redis.register_script(_OWNS + COUNTING + _PUT_MANY)
         self._finish_many_script = redis.register_script(_OWNS + _FINISH_MANY)
         self._renew_script = redis.register_script(_OWNS + _RENEW)
-        self._save_script = redis.register_script(_OWNS + _SAVE)
+        self._save_script = redis.register_script(_OWNS + COUNTING + _SAVE)
         self._requeue_script = redis.register_script(_OWNS + _REQUEUE)
 
     async def take(self, count: int, block_s: float) -> list[Delivery]:
@@ -220,11 +242,11 @@ class Inbox:
         if not outputs:
             return []
         streams = list(dict.fromkeys(output.stream for output in outputs))
-        args: list[Any] = []
+        args: list[Any] = [int(self._is_evaluation)]
         for output in outputs:
-            place = 3 + streams.index(output.stream)
-            args += (output.delivery.entry, output.delivery.num_deliveries, output.key, place, output.payload)
-        kept = await self._call(self._put_many_script, [self._keys.partial, *streams], args)
+            place = 5 + streams.index(output.stream)
+            args += (*_reported(output), place, output.payload)
+        kept = await self._call(self._put_many_script, [self._keys.partial, *self._ledger, *streams], args)
         return [bool(ours) for ours in kept] if kept else [False] * len(outputs)
 
     async def save(self, states: Sequence[EntryState]) -> int:
@@ -234,10 +256,10 @@ class Inbox:
         """
         if not states:
             return 0
-        args: list[Any] = []
+        args: list[Any] = [int(self._is_evaluation)]
         for item in states:
-            args += (item.delivery.entry, item.delivery.num_deliveries, item.key, item.state)
-        return int(await self._call(self._save_script, [self._keys.partial], args) or 0)
+            args += (*_reported(item), item.state)
+        return int(await self._call(self._save_script, [self._keys.partial, *self._ledger], args) or 0)
 
     async def load(self, output_keys: Sequence[str]) -> list[bytes | None]:
         """For each key its newest state: DONE where the output was written, None where there is none."""
@@ -267,16 +289,25 @@ class Inbox:
             return 0
         return int(await self._redis.xlen(self.stream)) - int(pending["pending"])
 
-    async def finish(self, delivery: Delivery, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
+    async def finish(
+        self, delivery: Delivery, outputs: Iterable[tuple[str, bytes]] = (), tokens: EndedTokens = NO_TOKENS
+    ) -> bool:
         """Write the outputs (stream, payload) and acknowledge the entry in one transaction.
 
         Returns whether the entry was still ours; otherwise nothing was written.
         """
         outputs = list(outputs)
-        args = [delivery.entry, delivery.num_deliveries, *(payload for _, payload in outputs)]
-        return bool(await self._call(self._finish_script, [stream for stream, _ in outputs], args))
+        args = [delivery.entry, delivery.num_deliveries, *tokens.args, *(payload for _, payload in outputs)]
+        streams = [stream for stream, _ in outputs]
+        return bool(await self._call(self._finish_script, [*self._ledger, *streams], args))
 
-    async def dead_letter(self, delivery: Delivery, reason: str, outputs: Iterable[tuple[str, bytes]] = ()) -> bool:
+    async def dead_letter(
+        self,
+        delivery: Delivery,
+        reason: str,
+        outputs: Iterable[tuple[str, bytes]] = (),
+        tokens: EndedTokens = NO_TOKENS,
+    ) -> bool:
         """Finish an entry as a dead letter, with the outputs, in one transaction; whether it was still ours."""
         name = self.stream.rpartition(":")[2]
         letter = make_letter(
@@ -287,7 +318,7 @@ class Inbox:
             by=self.consumer,
             num_deliveries=delivery.num_deliveries,
         )
-        if not await self.finish(delivery, [*outputs, (self._keys.dead, letter)]):
+        if not await self.finish(delivery, [*outputs, (self._keys.dead, letter)], tokens):
             return False
         metrics.DEAD_LETTERS.labels(name).inc()
         log.error("dead_letter", stream=name, entry=delivery.entry.decode(), reason=reason, look="gspo deadletter list")
@@ -303,14 +334,19 @@ class Inbox:
             args += (delivery.entry, delivery.num_deliveries, payload)
         return set(await self._call(self._finish_many_script, [stream], args)) if outputs else set()
 
-    async def acknowledge(self, deliveries: Iterable[Delivery]) -> None:
-        """Acknowledge entries whose outcome is safe elsewhere (on disk), for the only reader of the stream."""
-        entries = [delivery.entry for delivery in deliveries]
-        if entries:
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.xack(self.stream, self._consumer_group, *entries)
-                pipe.xdel(self.stream, *entries)
-                await pipe.execute(raise_on_error=False)
+    async def acknowledge(self, entries: Iterable[tuple[Delivery, EndedTokens]]) -> None:
+        """Acknowledge entries whose outcome is safe elsewhere (on disk), for the only reader of the stream.
+
+        Args:
+            entries: Each with its tokens, which are counted if it was still there.
+        """
+        args = [value for delivery, tokens in entries for value in (delivery.entry, *tokens.args)]
+        if args:
+            await self._acknowledge_script(keys=[self.stream, *self._ledger], args=[self._consumer_group, *args])
+
+    @property
+    def _ledger(self) -> list[str]:
+        return [self._keys.tokens, self._keys.rollout_tokens]
 
     async def _call(self, script: AsyncScript, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """The reply of a script; an empty one where the stream does not exist, and so no lease."""
@@ -365,6 +401,13 @@ class Inbox:
             self._stream_exists = False
         else:
             log.debug("stream_not_made_yet", detail=str(error))
+
+
+def _reported(item: EntryOutput | EntryState) -> tuple[Any, ...]:
+    """The arguments that outputs and states have in common."""
+    delivery, tokens = item.delivery, item.tokens
+    counts = tokens.num_kept, tokens.num_sampled, tokens.num_reported
+    return delivery.entry, delivery.num_deliveries, item.key, *counts
 
 
 def new_consumer_name(service: str) -> str:

@@ -30,6 +30,8 @@ class Keys:
         events: Stream of Event: read by everyone who watches.
         partial: Hash `group-number` -> the saved state of a rollout in flight, or `done`; removed with its group.
         open: Hash `group` -> OpenGroup as JSON: issued and not settled.
+        tokens: Hash `column` -> tokens: the token ledger (token_counts.py).
+        rollout_tokens: Hash `group-number` -> tokens of a rollout by its generator, until they are in a column.
         redis_epoch: A random value: absent or changed means that Redis was wiped.
         instances: Set of `service:uid` of every process that has registered.
         shift: Hash of the shift on shared cards: whether the generators or the learner have them (card_shift.py).
@@ -46,6 +48,7 @@ class Keys:
         self.eval_scored = self.key("eval_scored")
         self.dead, self.events = self.key("dead"), self.key("events")
         self.partial, self.open = self.key("partial"), self.key("open")
+        self.tokens, self.rollout_tokens = self.key("tokens"), self.key("rollout_tokens")
         self.shift, self.card_engines = self.key("shift"), self.key("card_engines")
         self.agent_open = self.key("agent_open")
         self.redis_epoch, self.instances, self.paused = (

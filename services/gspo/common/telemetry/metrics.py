@@ -176,6 +176,10 @@ TOKENS_TRAINED = _learner.counter("gspo_tokens_trained", "Policy tokens trained"
 ROLLOUTS_TRAINED = _learner.counter("gspo_rollouts_trained", "Rollouts trained")
 ROLLOUT_WAIT_SECONDS = _learner.histogram("gspo_rollout_wait_seconds", "Time from the score of a rollout to its step")
 ROLLOUTS_SKIPPED = _learner.counter("gspo_rollouts_skipped", "Scored entries dropped at intake, by reason", ["reason"])
+LEDGER_TOKENS = _learner.gauge(
+    "gspo_ledger_tokens", "Tokens by the columns of the token ledger, since Redis last lost its data", ["column"]
+)
+LEDGER_DIFFERENCE = _learner.gauge("gspo_ledger_difference", "Generated tokens that no column of the ledger has")
 STALE_TOKENS = _learner.counter("gspo_stale_tokens", "Stale policy tokens, masked or dropped with their group", ["how"])
 STALE_WAIT_SECONDS = _learner.counter(
     "gspo_stale_wait_seconds", "Wait for groups that another version would make too old"

@@ -19,6 +19,7 @@ from gspo.common.config.sources import Source
 from gspo.common.streams.consumer import Consumer, Deliveries, Subscription
 from gspo.common.streams.inbox import Inbox, append, new_consumer_name
 from gspo.common.streams.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_key
+from gspo.common.streams.token_counts import NO_TOKENS
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
 from gspo.coordinator.evaluation.results import NEWEST_VERSION, EvaluationResults
@@ -118,7 +119,7 @@ class Evaluator:
             self._in_flight = {group: task for group, task in self._in_flight.items() if group in missing}
             await self._send_tasks(tally, prompts, source, rows)
             # Last: a handler whose entries are gone is taken for one that has lost its lease, and ended.
-            await self._inbox.acknowledge(answers)
+            await self._inbox.acknowledge((answer, NO_TOKENS) for answer in answers)
             if tally.complete:
                 complete.set()
 

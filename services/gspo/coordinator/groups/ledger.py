@@ -20,6 +20,7 @@ from gspo.common.service.traces import Traces
 from gspo.common.streams.entries import SCHEMA, saved_state, word_of
 from gspo.common.streams.inbox import DONE, FIELD
 from gspo.common.streams.keys import GENERATION, rollout_key
+from gspo.common.streams.token_counts import abandon, num_sampled
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
 from gspo.coordinator.feed import LearnerResults
@@ -186,12 +187,11 @@ class GroupLedger:
             self._has_leftover_tasks = False
             await self._remove_tasks(lambda group: group in self.slots.settled)
         if groups:
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.hdel(self._keys.open, *(str(group) for group in groups))
-                pipe.hdel(
-                    self._keys.partial, *(rollout_key(group, number) for group in groups for number in self._numbers)
-                )
-                await pipe.execute()
+            keys = [rollout_key(group, number) for group in groups for number in self._numbers]
+            states: Any = await self._redis.hmget(self._keys.partial, keys)
+            tokens = [num_sampled(saved.version) if (saved := saved_state(state)) else None for state in states]
+            await abandon(self._redis, self._keys, list(zip(keys, tokens, strict=True)))
+            await self._redis.hdel(self._keys.open, *(str(group) for group in groups))
 
     async def _remove_tasks(self, is_removed: Callable[[int], bool]) -> None:
         """Remove the tasks of some groups from their streams; a generator that works on one loses its lease."""

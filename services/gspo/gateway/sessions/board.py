@@ -18,6 +18,7 @@ from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, 
 from gspo.common.streams.entries import group_failure
 from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_key
+from gspo.common.streams.token_counts import RolloutTokens, num_sampled
 from gspo.common.telemetry import metrics
 from gspo.gateway.sessions.agent_rollout import agent_rollout
 from gspo.gateway.sessions.session_store import SessionStore
@@ -126,7 +127,14 @@ class Board:
             elif attempt := await self._store.reopen(name):
                 await self._on_lost(name, attempt)
         outputs = [
-            EntryOutput(delivery, stream.finished_stream, rollout.SerializeToString(), name)
+            EntryOutput(
+                delivery,
+                stream.finished_stream,
+                rollout.SerializeToString(),
+                name,
+                # Its tokens are reported already, with the turns; those that no branch has are superseded.
+                RolloutTokens(num_sampled(rollout.version)),
+            )
             for name, rollout in rollouts.items()
         ]
         if not all(await stream.inbox.put(outputs)):

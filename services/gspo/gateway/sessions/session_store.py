@@ -17,6 +17,7 @@ from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
 from gspo.common.streams.keys import Keys, rollout_key
+from gspo.common.streams.token_counts import COUNTING
 from gspo_proto.agent_pb2 import AgentResult, TurnEntry
 from gspo_proto.rollout_pb2 import GroupTask
 
@@ -54,11 +55,18 @@ if redis.call('HGET', KEYS[1], 'secret') ~= ARGV[1] or redis.call('HEXISTS', KEY
 # ARGV: secret, then fields and values.
 _WRITE = "redis.call('HSET', KEYS[1], unpack(ARGV, 2)) return 1"
 
-# ARGV: secret, end of the lease, seconds, entry.
+# KEYS: hash, turns, tokens, rollout_tokens. ARGV: secret, end of the lease, seconds, entry, name, sampled tokens, 1 for
+# an evaluation.
 _APPEND = """
 redis.call('HSET', KEYS[1], 'until', ARGV[2])
 redis.call('RPUSH', KEYS[2], ARGV[4])
 redis.call('EXPIRE', KEYS[2], ARGV[3])
+if ARGV[7] == '1' then
+  add(KEYS[3], 'evaluation', tonumber(ARGV[6]))
+else
+  local kept, sampled = rollout_tokens(KEYS[4], ARGV[5])
+  record(KEYS[3], KEYS[4], ARGV[5], ARGV[1], kept + ARGV[6], sampled + ARGV[6], sampled, '0')
+end
 return 1
 """
 
@@ -80,7 +88,8 @@ return redis.call('HGET', KEYS[1], 'temperature') == ARGV[2] and 1 or 0
 # ARGV: secret, tokens that an answer did not use.
 _RETURN = "return redis.call('HINCRBY', KEYS[1], 'free', ARGV[2])"
 
-# KEYS: hash, turns, open list. ARGV: name, time. Opens a rollout again if its worker's lease has ended.
+# KEYS: hash, turns, open list, tokens, rollout_tokens. ARGV: name, time. Opens a rollout again if its worker's lease
+# has ended.
 _REOPEN = """
 local lease_end = redis.call('HGET', KEYS[1], 'until')
 if not lease_end or tonumber(lease_end) > tonumber(ARGV[2]) then return 0 end
@@ -88,6 +97,9 @@ if redis.call('HEXISTS', KEYS[1], 'result') == 1 then return 0 end
 redis.call('HDEL', KEYS[1], 'secret', 'until', 'temperature')
 redis.call('DEL', KEYS[2])
 redis.call('RPUSH', KEYS[3], ARGV[1])
+if select(4, rollout_tokens(KEYS[5], ARGV[1])) then
+  record(KEYS[4], KEYS[5], ARGV[1], 'reopened', 0, 0, 0, '0')
+end
 return redis.call('HINCRBY', KEYS[1], 'attempt', 1)
 """
 
@@ -151,11 +163,11 @@ class SessionStore:
         self._open_script = redis.register_script(_OPEN)
         self._lease_script = redis.register_script(_LEASE)
         self._write_script = redis.register_script(_PLAYS + _WRITE)
-        self._append_script = redis.register_script(_PLAYS + _APPEND)
+        self._append_script = redis.register_script(_PLAYS + COUNTING + _APPEND)
         self._reserve_script = redis.register_script(_PLAYS + _RESERVE)
         self._agree_script = redis.register_script(_PLAYS + _AGREE)
         self._return_script = redis.register_script(_PLAYS + _RETURN)
-        self._reopen_script = redis.register_script(_REOPEN)
+        self._reopen_script = redis.register_script(COUNTING + _REOPEN)
 
     async def open(self, task: GroupTask, number: int, free_tokens: int) -> None:
         """Offer a rollout to workers, unless it is open or played already.
@@ -228,8 +240,9 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        lease_end = time.time() + self._lease_s
-        await self._run(self._append_script, key, lease_end, _KEPT_S, entry.SerializeToString())
+        name, num_tokens = _parts(key)[0], len(entry.tokens.token_ids)
+        args = time.time() + self._lease_s, _KEPT_S, entry.SerializeToString(), name, num_tokens, int(":" in name)
+        await self._run(self._append_script, key, *args, ledger=True)
 
     async def reserve(self, key: str, context_tokens: int, answer_tokens: int) -> int:
         """The tokens that an answer may have, of those that the rollout has not used; 0 if none are left.
@@ -270,8 +283,9 @@ class SessionStore:
 
     async def reopen(self, name: str) -> int:
         """Open a rollout again if its worker's lease has ended; returns the number of the new attempt, else 0."""
+        keys = [self._hash(name), self._turns(name), self._keys.agent_open, *self._ledger]
         args: list[Any] = [name, time.time()]
-        return int(await self._reopen_script([self._hash(name), self._turns(name), self._keys.agent_open], args))
+        return int(await self._reopen_script(keys, args))
 
     async def forget(self, names: Sequence[str]) -> None:
         """Remove rollouts, which ends the leases of their workers."""
@@ -281,13 +295,18 @@ class SessionStore:
     async def _write(self, key: str, fields: dict[str, Any]) -> None:
         await self._run(self._write_script, key, *_flat(fields))
 
-    async def _run(self, script: AsyncScript, key: str, *args: Any) -> int:
-        """The reply of a script that begins with `_PLAYS`."""
+    async def _run(self, script: AsyncScript, key: str, *args: Any, ledger: bool = False) -> int:
+        """The reply of a script that begins with `_PLAYS`; with `ledger` it counts tokens."""
         name, secret = _parts(key)
-        reply = int(await script([self._hash(name), self._turns(name)], [secret, *args]))
+        keys = [self._hash(name), self._turns(name), *(self._ledger if ledger else ())]
+        reply = int(await script(keys, [secret, *args]))
         if reply < 0:
             raise SessionLostError
         return reply
+
+    @property
+    def _ledger(self) -> list[str]:
+        return [self._keys.tokens, self._keys.rollout_tokens]
 
     def _hash(self, name: str) -> str:
         return self._keys.key(f"agent:{name}")

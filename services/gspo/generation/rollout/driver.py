@@ -105,6 +105,7 @@ class RolloutDriver:
                 piece = await self._engine.generate(rollout.request_id, rollout.context, sampling)
         finally:
             rollout.request_id = ""
+        rollout.num_sampled += len(piece.token_ids)
         if piece.finish == "restart":
             self._restart(rollout, len(piece.token_ids))
             return

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 from gspo.common.streams.entries import SCHEMA, saved_state
 from gspo.common.streams.keys import rollout_key
+from gspo.common.streams.token_counts import RolloutTokens, num_sampled
 from gspo.generation.engine.api import Completion, Finish, Tokens
 from gspo_proto import rollout_pb2
 from gspo_proto.rollout_pb2 import Episode, GroupTask, Prompt, Rollout, RolloutState
@@ -67,6 +68,9 @@ class InFlightRollout:
         state: The saved part of the rollout.
         request_id: The engine's request that samples for it now; empty while there is none.
         num_lost: Times that it began anew here, because its session on an environment's server was lost.
+        num_sampled: Tokens that were sampled here, with those that were dropped since.
+        num_kept: Sampled tokens in `state`.
+        num_reported: `num_sampled` of the last write that Redis answered.
         num_saved: Tokens in the newest save.
         saved_s: Time of the newest save, by the monotonic clock.
     """
@@ -77,6 +81,8 @@ class InFlightRollout:
         self.state = saved_state(saved) or _new_state(time.time())
         self.state.generator = generator
         self.request_id, self.num_lost = "", 0
+        self.num_sampled = self.num_reported = 0
+        self.num_kept = num_sampled(self.state.version)
         self.num_saved, self.saved_s = len(self.state.token_ids), time.monotonic()
         self._segment_start = 0
 
@@ -158,6 +164,7 @@ class InFlightRollout:
     def on_sampled(self, piece: Completion) -> None:
         """Append the tokens that the policy sampled; `aborted` means that the conversation's time is over."""
         _append(self.state, piece)
+        self.num_kept += len(piece.token_ids)
         self._end_piece(piece.finish, piece.stop_string or "")
 
     def _end_piece(self, finish: Finish, stop_string: str) -> None:
@@ -250,12 +257,20 @@ class InFlightRollout:
         Returns:
             The number of sampled tokens that were dropped.
         """
-        num_dropped = sum(version >= 0 for version in self.state.version)
+        num_dropped, self.num_kept = self.num_kept, 0
         generator = self.state.generator
         self.state = _new_state(self.state.started_unix_s)
         self.state.generator = generator
         self.num_saved = self._segment_start = 0
         return num_dropped
+
+    def tokens(self, num_running: int = 0) -> RolloutTokens:
+        """The counts for the token ledger.
+
+        Args:
+            num_running: Tokens of the running request.
+        """
+        return RolloutTokens(self.num_kept + num_running, self.num_sampled + num_running, self.num_reported)
 
     def snapshot(self, running: Tokens, num_deliveries: int) -> RolloutState:
         """The state with the tokens of the running request on top. The rollout itself does not change.

@@ -37,6 +37,7 @@ from gspo.runlog.run_log import (
     VersionRecord,
     version_scores,
 )
+from gspo.runlog.token_ledger import LEDGER, LedgerRecord
 from gspo_proto.rollout_pb2 import EvaluationDone
 
 
@@ -87,7 +88,7 @@ class RunDir:
             files.callback(os.close, _take_lock(path))
             self.epoch = _raise_epoch(path / "epoch")
             _remove_unfinished(log_folder, self.checkpoints.folder)
-            names = (SETTLED, VERSIONS, METRICS, EVALUATIONS, NOT_APPLIED)
+            names = (SETTLED, VERSIONS, METRICS, EVALUATIONS, NOT_APPLIED, LEDGER)
             self._lines = {name: files.enter_context(JsonLines(log_folder / name, disk)) for name in names}
             # Trained groups whose step file was removed.
             self._trained_lines: set[int] = set()
@@ -134,6 +135,14 @@ class RunDir:
         for group in groups:
             self.settlements.add(group, GroupEnding.TRAINED)
         self.results.add(rewards_differ((row.group, row.reward, row.skipped) for row in rows).items())
+
+    def last_rows(self) -> list[Row]:
+        """The rows of the last logged step; none before the first."""
+        return self.steplog.read(self._last_step) if self._last_step else []
+
+    def append_ledger(self, record: LedgerRecord) -> None:
+        """Record the token ledger of a moment; on the disk when this returns."""
+        self._lines[LEDGER].append([record.model_dump()])
 
     def steps_to_replay(self, after: int) -> list[int]:
         """The logged steps after step `after`, in order.
