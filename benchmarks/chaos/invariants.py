@@ -200,8 +200,8 @@ def _closed_ledger(run: FinishedRun) -> Iterator[str]:
     for record in records:
         if record.difference:
             yield f"step {record.step}: {record.difference} of {record.tokens['generated']} tokens have no column"
-    if left := records[-1].tokens.get("in_flight", 0):
-        yield f"{left} tokens are in flight, and the run has ended"
+    if in_flight := records[-1].tokens.get("in_flight", 0):
+        yield f"{in_flight} tokens are in flight, and the run has ended"
     last = {record.account: record for record in records}
     in_ledger = sum(record.tokens.get("trained", 0) for record in last.values())
     in_steps = sum(int(row.mask.sum()) for _, row in run.rows if row.skipped is None)

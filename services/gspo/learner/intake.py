@@ -33,7 +33,7 @@ from gspo.learner.assembly.assembler import (
     PromptsUsedUp,
     WaitingForGroups,
 )
-from gspo.learner.assembly.ended_tokens import HeldEntry, dead_tokens, late_tokens, row_key, trained_tokens
+from gspo.learner.assembly.ended_tokens import PendingEntry, dead_tokens, late_tokens, row_key, trained_tokens
 from gspo.learner.assembly.rollout_limits import rollout_limits
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
@@ -83,7 +83,7 @@ class Intake:
             lease_s=service.config.services.lease_s,
         )
         # Of each group: its entries until they are acknowledged, and when its rollouts passed each service.
-        self._unacknowledged: dict[int, list[HeldEntry]] = defaultdict(list)
+        self._unacknowledged: dict[int, list[PendingEntry]] = defaultdict(list)
         # Tokens of the last logged step by rollout; read where an earlier process has left its entries.
         self._logged: dict[str, EndedTokens] | None = None
         self._timelines: dict[int, list[RolloutTimeline]] = defaultdict(list)
@@ -140,12 +140,12 @@ class Intake:
         """Acknowledge every entry of a logged step."""
         rows = list(rows)
         trained = {row_key(row): trained_tokens(row) for row in rows}
-        await self._acknowledge({row.group for row in rows}, lambda held: trained[held.key])
+        await self._acknowledge({row.group for row in rows}, lambda pending: trained[pending.key])
 
-    async def _acknowledge(self, groups: Iterable[int], tokens: Callable[[HeldEntry], EndedTokens]) -> None:
+    async def _acknowledge(self, groups: Iterable[int], tokens: Callable[[PendingEntry], EndedTokens]) -> None:
         """Acknowledge every entry of groups that are settled on disk, each with its tokens."""
-        held = [entry for group in groups for entry in self._unacknowledged.pop(group, [])]
-        await self._inbox.acknowledge((entry.delivery, tokens(entry)) for entry in held)
+        pending = [entry for group in groups for entry in self._unacknowledged.pop(group, [])]
+        await self._inbox.acknowledge((entry.delivery, tokens(entry)) for entry in pending)
 
     def take_timelines(self, groups: Iterable[int]) -> list[RolloutTimeline]:
         """The timelines of the rollouts of groups that have ended, once."""
@@ -183,7 +183,7 @@ class Intake:
                 useless.append((delivery, self._tokens_of_useless(delivery, added)))
                 continue
             # For its acknowledgement; the assembler has its content.
-            self._unacknowledged[group].append(HeldEntry.of(delivery, _issued(entry)))
+            self._unacknowledged[group].append(PendingEntry.of(delivery, _issued(entry)))
             if isinstance(entry, ScoredRollout):
                 self._timelines[group].append(RolloutTimeline.of(entry))
         await self._inbox.acknowledge(useless)
@@ -264,7 +264,7 @@ class Intake:
         await asyncio.to_thread(self._run_dir.settle, groups)
         self.untrained.add(groups)
         endings = {group.group: group.settlement for group in groups}
-        await self._acknowledge(endings, lambda held: held.ended_as(endings[held.group]))
+        await self._acknowledge(endings, lambda pending: pending.ended_as(endings[pending.group]))
         self.take_timelines(endings)
         await self._events.send(Event(groups_settled=GroupsSettled(groups=[group.to_proto() for group in groups])))
         log.info("groups_settled", num=len(groups), last=groups[-1].settlement.value, reason=groups[-1].reason)

@@ -17,7 +17,7 @@ from gspo_proto.rollout_pb2 import GroupFailure, Rollout
 
 
 @dataclass(frozen=True)
-class HeldEntry:
+class PendingEntry:
     """An entry that waits for its acknowledgement, without its content.
 
     Attributes:

@@ -10,7 +10,7 @@ import pytest
 
 from gspo.common.streams.inbox import Delivery
 from gspo.common.streams.token_counts import NO_TOKENS, EndedTokens
-from gspo.learner.assembly.ended_tokens import HeldEntry, dead_tokens, late_tokens, trained_tokens
+from gspo.learner.assembly.ended_tokens import PendingEntry, dead_tokens, late_tokens, trained_tokens
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import GroupEnding
 from gspo_proto.rollout_pb2 import GroupFailure, Rollout
@@ -36,9 +36,9 @@ def test_a_logged_row_has_every_sampled_token_in_a_column(row: Row) -> None:
 
 def test_an_entry_that_waits_keeps_the_number_of_its_tokens() -> None:
     rollout = Rollout(group=3, number=2, version=[0, -1, 1])
-    held = HeldEntry.of(Delivery(b"1-0", b"bytes", 1, rollout), rollout)
-    assert (held.delivery.payload, held.delivery.message, held.key) == (b"", None, "3-2")
-    assert held.ended_as(GroupEnding.FILTERED) == EndedTokens("3-2", "filtered", 2)
+    pending = PendingEntry.of(Delivery(b"1-0", b"bytes", 1, rollout), rollout)
+    assert (pending.delivery.payload, pending.delivery.message, pending.key) == (b"", None, "3-2")
+    assert pending.ended_as(GroupEnding.FILTERED) == EndedTokens("3-2", "filtered", 2)
 
 
 def test_a_second_entry_and_a_dead_letter_count_what_is_recorded() -> None:
@@ -50,4 +50,4 @@ def test_a_second_entry_and_a_dead_letter_count_what_is_recorded() -> None:
 def test_a_groups_failure_has_no_tokens() -> None:
     failure = GroupFailure(group=3, reason="given up")
     assert dead_tokens(failure) == NO_TOKENS
-    assert HeldEntry.of(Delivery(b"1-0", b"", 1), failure).ended_as(GroupEnding.FAILED).num == 0
+    assert PendingEntry.of(Delivery(b"1-0", b"", 1), failure).ended_as(GroupEnding.FAILED).num == 0
