@@ -111,7 +111,7 @@ class Learner:
         self._shifts = shifts
         shifts.is_stopped = lambda: self._end.is_stopped
         self.trainer = TrainerThread(recovered.trainer, shifts, executor, disk, run_dir.path, keeps_copies=keeps_copies)
-        self.publisher = Publisher(service, run_dir.epoch, self._announce_live, shifts)
+        self.publisher = Publisher(service, run_dir.epoch, self._announce_live, shifts, run_dir.append_pushes)
         self._report = StepReport(
             service.config, run_dir, self._events, self.trainer.cards, lambda: self.publisher.generator_cards
         )

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from gspo.runlog.pushes import PUSHES, PushRecord, by_version
 from gspo.runlog.step_files import step_files
 from gspo.runlog.token_ledger import LEDGER, LedgerRecord, TokenLedger, token_ledger
 
@@ -184,6 +185,10 @@ class RunLog:
     def ledger(self) -> TokenLedger | None:
         """The token ledger by its last records; None without a record."""
         return token_ledger(self._read(LEDGER, LedgerRecord.model_validate))
+
+    def pushes(self) -> list[PushRecord]:
+        """The pushes of each policy version, in order."""
+        return by_version(self._read(PUSHES, PushRecord.model_validate))
 
     def step_files(self) -> dict[int, Path]:
         """The files of the logged steps by step, in order."""

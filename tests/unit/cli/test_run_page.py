@@ -18,6 +18,7 @@ from gspo.common.config.schema import Config
 from gspo.common.network.http_server import HttpServer
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
+from gspo.runlog.pushes import PushRecord
 from gspo.runlog.token_ledger import LedgerRecord
 from gspo.view.http_api import make_page
 from gspo.view.viewed_run import ViewedRun
@@ -37,6 +38,10 @@ def run_dir(config: Config, tmp_path: Path) -> Path:
         evaluate(run, 10, 0.6)
         run.settle([EndedGroup(44, GroupEnding.STALE, "too old")])
         tokens = {"generated": 1500, "trained": 1400, "masked_failed": 90, "in_flight": 10, "evaluation": 70}
+        refused = PushRecord(version=9, unix_s=0.0, changes=2, bytes=2_500_000, failures=1, reason="refused <b>")
+        run.append_pushes(
+            [refused, PushRecord(version=10, unix_s=0.0, full=1, changes=1, bytes=9_000_000, longest_s=1.5)]
+        )
         run.append_ledger(LedgerRecord(step=10, unix_s=0.0, account="a", tokens=tokens))
     return tmp_path
 
@@ -73,6 +78,14 @@ def test_the_page_says_what_became_of_the_tokens(client: TestClient, run_dir: Pa
         train(run, 11, 11)
     text = client.get("/").text
     assert "the columns have 10 tokens less than were generated: some were lost" in text
+
+
+def test_the_page_shows_the_pushes_of_the_newest_versions(client: TestClient) -> None:
+    text = " ".join(client.get("/").text.split())
+    ten = '<th scope="row">10</th><td>1</td><td>1</td><td>9.0</td><td>1.50 s</td><td>0</td>'
+    nine = '<th scope="row">9</th><td>0</td><td>2</td><td>2.5</td><td>0.00 s</td><td>1: refused &lt;b&gt;</td>'
+    assert text.index(ten) < text.index(nine)
+    assert "1 pushes of the run failed" in text
 
 
 def test_a_run_without_a_step_has_a_page(config: Config, tmp_path: Path) -> None:

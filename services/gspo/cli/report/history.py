@@ -81,6 +81,7 @@ class RunHistory:
         rollouts: By step, how many were trained and skipped.
         config: None where it cannot be read.
         ledger: The token ledger; None where the log has none.
+        pushes: Of each policy version, in order.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -89,7 +90,7 @@ class RunHistory:
         self.metrics, self.evaluations, self.versions = log.steps(), log.evaluations(), log.versions()
         self.step_files, self.rollouts, self.groups = log.step_files(), dict[int, Counter[str]](), Groups()
         self._count(log.settled())
-        self.ledger = log.ledger()
+        self.ledger, self.pushes = log.ledger(), log.pushes()
         self.config: Config | None = None
         try:
             self.config = read_config(run_dir / CONFIG_NAME)

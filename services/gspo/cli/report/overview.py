@@ -28,6 +28,8 @@ CURVES = (
     "reward", "length", "clip", "clip_causes", "log_ratio", "entropy",
     "gradient", "spread", "age", "time", "turns", "teacher",
 )  # fmt: skip
+# Versions in the table of pushes, the newest first.
+_PUSHES_SHOWN = 10
 _HELD_OUT = {"sampled_mean": ("sampled", "#0072B2"), "greedy_mean": ("greedy", "#D55E00")}
 _FOLLOWED = ("metrics.jsonl", "evaluations.jsonl", "versions.jsonl")
 
@@ -57,6 +59,8 @@ class RunOverview:
             "notes": notes(history, summary),
             "times": [(share.in_words, share.seconds, share.share) for share in shares(*history.figures)],
             "ledger": history.ledger,
+            "pushes": history.pushes[: -_PUSHES_SHOWN - 1 : -1],
+            "num_failed_pushes": sum(record.failures for record in history.pushes),
             "endings": [(name, summary["groups"][name]) for name in (*SETTLEMENTS, "open")],
         }
 

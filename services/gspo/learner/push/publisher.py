@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,8 +31,10 @@ from gspo.common.telemetry import metrics
 from gspo.common.weights import TimeLimit
 from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
 from gspo.learner.push.policy_weights import PolicyFacts, PolicyWeights, UpdateKind, WeightUpdate
+from gspo.learner.push.push_account import PushAccount
 from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica, PushFailedError
 from gspo.learner.push.shifts import LearnerShifts
+from gspo.runlog.pushes import PushRecord
 from gspo_proto.generation_pb2 import PushResult
 from gspo_proto.rollout_pb2 import VersionLive
 
@@ -59,6 +61,7 @@ class Publisher:
         epoch: Of this learner; generators refuse a lower one than they have seen.
         on_live: Awaited for the first generator that serves a version.
         shifts: On shared cards, this learner's.
+        record: Writes the pushes of a version once the next one is published; None leaves them out.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Publisher:
         epoch: int,
         on_live: Callable[[VersionLive], Awaitable[None]],
         shifts: LearnerShifts | None = None,
+        record: Callable[[Sequence[PushRecord]], None] | None = None,
     ) -> None:
         self._service, self._epoch, self._on_live = service, epoch, on_live
         self._shifts = shifts or LearnerShifts(service, epoch)
@@ -82,6 +86,7 @@ class Publisher:
         self._replicas: dict[str, GeneratorReplica] = {}
         self._queue = SendQueue(service.config.generation.push_timeout_s)
         self._woken = asyncio.Event()
+        self._account, self._accounted_version = PushAccount(record), -1
         self.live_version, self.live_unix_s = -1, 0.0
 
     def publish(self, policy: PolicyWeights) -> None:
@@ -137,6 +142,7 @@ class Publisher:
                 self._woken.clear()
                 self._chain.forget_packed()
                 await self._refresh_replicas()
+                await self._record_pushes()
                 for replica in self._replicas.values():
                     await self._reconcile(replica)
                 states = Counter(replica.state for replica in self._replicas.values())
@@ -144,9 +150,16 @@ class Publisher:
                     metrics.GENERATORS.labels(state).set(states[state])
                 await wait_until_set(self._woken, _RECONCILE_EVERY_S)
         finally:
+            await self._account.write()
             self._chain.close()
             for replica in self._replicas.values():
                 await replica.close()
+
+    async def _record_pushes(self) -> None:
+        """Record the pushes before the newest version's."""
+        if self._newest is not None and self._newest.version != self._accounted_version:
+            self._accounted_version = self._newest.version
+            await self._account.write()
 
     async def _refresh_replicas(self) -> None:
         """Take notice of generators that came or went."""
@@ -224,6 +237,7 @@ class Publisher:
         token_accepted_by(self._service, replica.name)
         metrics.PUSH_SECONDS.labels(kind).observe(duration_s)
         metrics.PUSH_BYTES.labels(kind).inc(num_sent)
+        self._account.add_push(target.version, kind, num_sent, duration_s)
         await self._note_served(replica, target, result, num_sent)
 
     async def _note_failure(
@@ -232,6 +246,7 @@ class Publisher:
         """Ask the generator for its version: its answer may have been lost, or it is another process by now."""
         reason = str(failure)
         metrics.PUSH_FAILURES.labels(failure.status.name.lower()).inc()
+        self._account.add_failure(target.version, f"{replica.name}: {reason}")
         if failure.status is grpc.StatusCode.UNAUTHENTICATED:
             token_rejected_by(self._service, replica.name)
             replica.fail(reason)

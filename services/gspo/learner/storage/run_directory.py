@@ -24,6 +24,7 @@ from gspo.learner.storage.checkpoints import Checkpoints
 from gspo.learner.storage.durable_files import DiskSpace, JsonLines, finite_or_null
 from gspo.learner.storage.group_results import GroupResults, rewards_differ
 from gspo.learner.storage.step_log import StepLog
+from gspo.runlog.pushes import PUSHES, PushRecord
 from gspo.runlog.run_log import (
     EVALUATIONS,
     LOG_FOLDER,
@@ -88,7 +89,7 @@ class RunDir:
             files.callback(os.close, _take_lock(path))
             self.epoch = _raise_epoch(path / "epoch")
             _remove_unfinished(log_folder, self.checkpoints.folder)
-            names = (SETTLED, VERSIONS, METRICS, EVALUATIONS, NOT_APPLIED, LEDGER)
+            names = (SETTLED, VERSIONS, METRICS, EVALUATIONS, NOT_APPLIED, LEDGER, PUSHES)
             self._lines = {name: files.enter_context(JsonLines(log_folder / name, disk)) for name in names}
             # Trained groups whose step file was removed.
             self._trained_lines: set[int] = set()
@@ -139,6 +140,10 @@ class RunDir:
     def last_rows(self) -> list[Row]:
         """The rows of the last logged step; none before the first."""
         return self.steplog.read(self._last_step) if self._last_step else []
+
+    def append_pushes(self, records: Iterable[PushRecord]) -> None:
+        """Record pushes of policy versions; on the disk when this returns."""
+        self._lines[PUSHES].append(record.model_dump() for record in records)
 
     def append_ledger(self, record: LedgerRecord) -> None:
         """Record the token ledger of a moment; on the disk when this returns."""
