@@ -26,7 +26,7 @@ COLUMNS = {
     "failed": "in finished rollouts of groups that failed",
     "unused": "in finished rollouts of groups that the end of the run left over",
     "unfinished": "saved of rollouts whose group ended before they did",
-    "superseded": "in no rollout: it began anew, was made twice, or was cut behind a stop string",
+    "superseded": "in no rollout: begun anew, made twice, late for its group, or cut behind a stop string",
     "dead_letters": "in rollouts that the learner gave up as dead letters",
     LOST: "in flight when Redis lost its data: at most, by the last record before",
 }
