@@ -38,6 +38,7 @@ from gspo.view.page_text import (
     token_decoder,
     visible,
 )
+from gspo.view.replays.replay_pages import add_replays
 from gspo.view.viewed_run import Overview, ViewedRun
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -80,6 +81,7 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path]) -> FastA
     _add_overview(app, page, run.overview, tabs)
     add_opening(app, tabs, run.name)
     add_functions(app, page, RunFunctions(log, run.run_dir / "log"))
+    add_replays(app, page, run.run_dir)
     if len(runs) > 1:
         _add_comparison(app, page, runs, logs)
 

@@ -159,7 +159,7 @@ def check_click(command: typer.core.TyperCommand, name: str, arguments: Sequence
         _require(words[0] in command.commands, f"{name} has no command {words[0]}")
         check_click(command.commands[words[0]], f"{name} {words[0]}", words[1:], is_whole=is_whole)
         return
-    # The parser itself: resilient parsing overlooks what is wrong.
+    # With the parser itself: resilient parsing overlooks errors.
     parser = command.make_parser(typer.Context(command, info_name=name))
     try:
         values, rest, _ = parser.parse_args(list(arguments))

@@ -1,0 +1,1 @@
+"""The results of `gspo replay` on the page of a run."""

@@ -1,0 +1,159 @@
+"""The pages of replays: each result.json in `replays/` of the run directory, beside the recorded figures.
+
+`gspo replay` computes the comparison; nothing is compared here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi import Path as InPath
+from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+RESULT_NAME, REPLAYS = "result.json", "replays"
+# Figure -> the curve's question, and whether it is a share.
+FIGURES = {
+    "loss": ("Is the loss the recorded one?", False),
+    "clipped_sequences": ("Are as many sequences clipped?", True),
+    "clipped_tokens": ("Are as many tokens clipped?", True),
+    "grad_norm": ("Is the gradient as large?", False),
+}
+_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+_COLOURS = {"recorded": "#0072B2", "replayed": "#D55E00"}
+_DIGEST = "digest"
+NamePath = Annotated[str, InPath(pattern=f"^{_NAME.pattern}$")]
+Number = Annotated[float, Field(allow_inf_nan=True)]
+
+
+class ReplayValue(BaseModel):
+    """A figure or the digest of a step; `equal` is None where they were not compared."""
+
+    recorded: Number | str | None
+    replayed: Number | str | None
+    difference: Number | None
+    equal: bool | None
+
+
+class ReplayStep(BaseModel):
+    """A step with its compared values by name."""
+
+    step: int
+    values: dict[str, ReplayValue]
+
+    @property
+    def digest(self) -> ReplayValue | None:
+        """The digests of the version that the step made."""
+        return self.values.get(_DIGEST)
+
+    @property
+    def differing(self) -> list[str]:
+        """The values that are not the recorded ones, without the digest."""
+        return [name for name, value in self.values.items() if value.equal is False and name != _DIGEST]
+
+
+class ReplayResult(BaseModel):
+    """A result.json of `gspo replay`, as far as the page shows it."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    first: int
+    last: int
+    start: int
+    changes: dict[str, Any] = Field(alias="with")
+    rounding: list[str]
+    notes: list[str]
+    equal: bool
+    first_difference: dict[str, Any] | None
+    steps: list[ReplayStep]
+
+    @property
+    def figures(self) -> list[str]:
+        """The figures of FIGURES that a step has."""
+        return [name for name in FIGURES if any(name in step.values for step in self.steps)]
+
+    def curves(self) -> list[dict[str, Any]]:
+        """Recorded and replayed values of each figure, for curves.js."""
+        return [self._curve(name) for name in self.figures]
+
+    def _curve(self, name: str) -> dict[str, Any]:
+        question, is_share = FIGURES[name]
+        having = [step for step in self.steps if name in step.values]
+        lines = [
+            {
+                "label": side,
+                "figure": name,
+                "colour": colour,
+                "is_dashed": side == "replayed",
+                "values": [_finite(getattr(step.values[name], side)) for step in having],
+            }
+            for side, colour in _COLOURS.items()
+        ]
+        reading = "A single visible line means that both are equal."
+        label = name.replace("_", " ")
+        facts = {"name": name, "question": question, "reading": reading, "label": label, "is_share": is_share}
+        return {**facts, "steps": [step.step for step in having], "lines": lines}
+
+
+def _finite(value: float | str | None) -> float | None:
+    return value if isinstance(value, float) and math.isfinite(value) else None
+
+
+def replay_names(run_dir: Path) -> list[str]:
+    """The finished replays in the run directory, the newest first."""
+    results = [path for path in run_dir.glob(f"{REPLAYS}/*/{RESULT_NAME}") if _NAME.fullmatch(path.parent.name)]
+    return [path.parent.name for path in sorted(results, key=lambda path: path.stat().st_mtime, reverse=True)]
+
+
+def read_result(run_dir: Path, name: str) -> ReplayResult:
+    """A result by the name of its folder.
+
+    Raises:
+        OSError: There is none, or it cannot be read.
+        ValueError: The content is invalid.
+    """
+    path = run_dir / REPLAYS / name / RESULT_NAME
+    try:
+        return ReplayResult.model_validate(json.loads(path.read_text()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{REPLAYS}/{name}/{RESULT_NAME}: {place}: {first['msg']}; replay again") from error
+
+
+def add_replays(app: FastAPI, page: Callable[..., HTMLResponse], run_dir: Path) -> None:
+    """Add the pages of a run's replays."""
+
+    @app.get("/replays")
+    def all_replays() -> HTMLResponse:
+        return page("replays.html", replays=list(_readable(run_dir)))
+
+    @app.get("/replays/{name}")
+    def one_replay(name: NamePath) -> HTMLResponse:
+        return page("replay.html", name=name, result=_existing(run_dir, name))
+
+    @app.get("/api/replays/{name}")
+    def curves(name: NamePath) -> JSONResponse:
+        return JSONResponse(_existing(run_dir, name).curves())
+
+
+def _readable(run_dir: Path) -> Iterator[tuple[str, ReplayResult | None, str]]:
+    """Name, result, and why there is none, of each replay."""
+    for name in replay_names(run_dir):
+        try:
+            yield name, read_result(run_dir, name), ""
+        except (OSError, ValueError) as error:
+            yield name, None, str(error)
+
+
+def _existing(run_dir: Path, name: str) -> ReplayResult:
+    try:
+        return read_result(run_dir, name)
+    except OSError as error:
+        raise HTTPException(404, f"{REPLAYS} of the run directory has no finished replay {name}") from error
