@@ -22,6 +22,9 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTex
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.middleware.base import RequestResponseEndpoint
 
+from gspo.common.config.loading import CONFIG_NAME, read_config
+from gspo.common.errors import InputError
+from gspo.view.clip_parts import AnswerClip, answer_clip, why_off
 from gspo.view.comparison import compared_curves, config_differences, shared_answers
 from gspo.view.function_api import add_functions
 from gspo.view.function_versions import RunFunctions
@@ -98,7 +101,7 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path]) -> FastA
         rows = log.group(step, group)
         if not rows:
             raise HTTPException(404, f"the log has no group {group} in step {step}")
-        return page("group.html", rows=rows, step=step, group=group)
+        return page("group.html", rows=rows, step=step, group=group, clips=_clips(run, log, step, group))
 
     @app.get("/steps/{step}/groups/{group}/{number}")
     def rollout_page(
@@ -196,6 +199,16 @@ async def _changes(overview: Overview, tabs: OpenTabs) -> AsyncIterator[str]:
             if changed or loop.time() > sent + _COMMENT_S:
                 sent = loop.time()
                 yield "data: changed\n\n" if changed else ": nothing new\n\n"
+
+
+def _clips(run: ViewedRun, log: LogQuery, step: int, group: int) -> dict[int, AnswerClip | str]:
+    """Of each rollout of a group its clip, or the reason why it shows none."""
+    rows = log.clip_rows(step, group)
+    try:
+        algorithm = read_config(run.run_dir / CONFIG_NAME).algorithm
+    except InputError as error:
+        return dict.fromkeys(rows, f"the configuration cannot be read: {error}")
+    return {number: why_off(algorithm, row) or answer_clip(algorithm, row) for number, row in rows.items()}
 
 
 def _existing(row: dict[str, Any] | None) -> dict[str, Any]:

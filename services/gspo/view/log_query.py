@@ -175,6 +175,16 @@ class LogQuery:
         sql = f"SELECT {_SHOWN}, prompt AS whole_prompt, text FROM {READ} WHERE {_OF_ONE} ORDER BY number"
         return self._ask_file(step_file(self._folder, step), sql, (step, group))
 
+    def clip_rows(self, step: int, group: int) -> dict[int, dict[str, Any]]:
+        """By number, the columns of a group's rollouts that clip_parts.py reads, token records where there are any."""
+        sql = f"SELECT number, step, skipped, advantage, mini_batch, mask, logp, version FROM {READ} WHERE {_OF_ONE}"
+        rows = self._ask_file(step_file(self._folder, step), sql, (step, group))
+        by_number = {row["number"]: row for row in rows}
+        sql = f'SELECT number, learner_logp FROM {READ} WHERE "group" = ?'
+        for record in self._ask_file(token_file(self._folder, step), sql, (group,)):
+            by_number[record["number"]] |= record
+        return by_number
+
     def rollout(self, step: int, group: int, number: int) -> dict[str, Any] | None:
         """Every column of a rollout, also of its token record if there is one; None where there is no rollout."""
         sql = f"FROM {READ} WHERE {_OF_ONE} AND number = ?"

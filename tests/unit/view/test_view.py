@@ -12,6 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from gspo.cli.report.overview import RunOverview
+from gspo.common.config.loading import CONFIG_NAME, write_config
 from gspo.common.network.http_server import HttpGuard
 from gspo.learner.assembly.rows import TokenRecord, row_from_scored
 from gspo.learner.storage.step_log import StepLog
@@ -19,6 +20,7 @@ from gspo.view.http_api import make_page
 from gspo.view.log_query import LogQuery, filter_of
 from gspo.view.page_text import coloured_tokens, visible
 from gspo.view.viewed_run import ViewedRun
+from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
 
 HOSTILE = "<script>alert(1)</script>\u202edrow\x1b[31m\x00"
@@ -61,6 +63,19 @@ def test_rollouts_are_filtered_sorted_and_linked(client: TestClient) -> None:
     assert "2 rollouts" in client.get("/rollouts", params={"outcome": "truncated"}).text
     assert "2 rollouts" in client.get("/rollouts", params={"q": "answer 2"}).text
     assert "0 rollouts" in client.get("/rollouts", params={"q": "' OR true --"}).text
+
+
+def test_a_group_says_why_it_shows_no_clip(client: TestClient, run_dir: Path) -> None:
+    assert "the configuration cannot be read" in client.get("/steps/1/groups/10").text
+    write_config(make_run(run_dir, run_dir / "model"), run_dir / CONFIG_NAME)
+    assert "its step has no token records" in client.get("/steps/1/groups/10").text
+    log = StepLog(run_dir / "log")
+    row = log.read(1)[1]
+    entropy = np.zeros(len(row.token_ids), np.float32)
+    log.write_tokens(1, [TokenRecord(row.group, row.number, row.logp + np.float32(0.5), entropy)])
+    text = " ".join(client.get("/steps/1/groups/10").text.split())
+    assert "Clip: ratio exp(+0.5), above the clip" in text
+    assert text.count("its step has no token records") == 3, "the other answers have no record"
 
 
 @pytest.mark.parametrize("query", ["step=x", "reward_min=nan", "sort=text", "page=0", "page=99999999999999999999"])
