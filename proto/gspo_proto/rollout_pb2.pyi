@@ -264,6 +264,7 @@ class Play(_message.Message):
     STEP_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TOTAL_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     PROMPT_LENGTH_FIELD_NUMBER: _builtins.int
+    MAX_CALLS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """content hash of the environment, or its beginning; empty is the active one"""
     tools_json: _builtins.str
@@ -280,6 +281,8 @@ class Play(_message.Message):
     """of the whole rollout"""
     prompt_length: _builtins.int
     """longest prompt, with the observation of reset"""
+    max_calls: _builtins.int
+    """tool calls of one rollout; 0: no limit"""
     def __init__(
         self,
         *,
@@ -292,10 +295,11 @@ class Play(_message.Message):
         step_timeout_s: _builtins.float = ...,
         total_timeout_s: _builtins.float = ...,
         prompt_length: _builtins.int = ...,
+        max_calls: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_long_turns", b"end_long_turns", "max_turns", b"max_turns", "prompt_length", b"prompt_length", "step_timeout_s", b"step_timeout_s", "tool_format", b"tool_format", "tools_json", b"tools_json", "total_timeout_s", b"total_timeout_s", "turn_tokens", b"turn_tokens", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_long_turns", b"end_long_turns", "max_calls", b"max_calls", "max_turns", b"max_turns", "prompt_length", b"prompt_length", "step_timeout_s", b"step_timeout_s", "tool_format", b"tool_format", "tools_json", b"tools_json", "total_timeout_s", b"total_timeout_s", "turn_tokens", b"turn_tokens", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,13 +17,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "services"
-SERVICES = ("agents", "coordinator", "gateway", "generation", "learner", "reward", "tracking", "view")
+SERVICES = ("agents", "coordinator", "gateway", "generation", "learner", "mcp_servers", "reward", "tracking", "view")
 # What every package may import; runlog imports none of ours.
 SHARED = ("common", "runlog")
 # Programs for any machine, which import none of ours either; the command line has one of them.
 ANYWHERE = ("gspo.agents.player", "gspo.agents.worker")
-# Agents of a run have the launcher of the reward service's sandboxes, with a profile of their own.
+# Agents and MCP servers of a run have the launcher of the reward service's sandboxes, with a profile of their own.
 LAUNCHER = "gspo.reward.sandbox"
+# The coordinator lists the tools of MCP servers, generators call them.
+MCP_SERVERS = "gspo.mcp_servers"
 # The page of a run, which the command line serves.
 PAGE = "gspo.view"
 # The one file that may import DeepSpeed.
@@ -34,6 +36,7 @@ WITHOUT_TORCH = (
     "services/gspo/agents",
     "services/gspo/common",
     "services/gspo/coordinator",
+    "services/gspo/mcp_servers",
     "services/gspo/reward",
     "services/gspo/tracking",
     "services/gspo/runlog",
@@ -100,8 +103,10 @@ def _foreign_services(path: str, imported: set[str]) -> Iterator[str]:
             _module(path).startswith(ANYWHERE) and name.startswith("gspo") and not name.startswith(ANYWHERE)
         ):
             yield f"{_module(path)} imports {name}: libraries for others, of the standard library and pyarrow or httpx"
-        elif (service == "agents" and name.startswith(LAUNCHER)) or (
-            service == "cli" and name.startswith((*ANYWHERE, PAGE))
+        elif (
+            (service in ("agents", "mcp_servers") and name.startswith(LAUNCHER))
+            or (service in ("coordinator", "generation") and name.startswith(MCP_SERVERS))
+            or (service == "cli" and name.startswith((*ANYWHERE, PAGE)))
         ):
             continue
         elif service and other and other not in (service, *SHARED):
@@ -118,6 +123,8 @@ def _foreign_engines(path: str, imported: set[str]) -> Iterator[str]:
         yield "imports vllm outside services/gspo/generation and services/gspo/gateway"
     if "deepspeed" in tops and path != DEEPSPEED_FILE:
         yield f"imports deepspeed outside {DEEPSPEED_FILE}"
+    if tops & {"mcp", "mcp_types"} and not path.startswith("services/gspo/mcp_servers/"):
+        yield "imports mcp outside services/gspo/mcp_servers"
     if tops & {"tensorboardX", "wandb"} and not path.startswith("services/gspo/tracking/"):
         yield "imports a tracker's library outside services/gspo/tracking"
     if tops & {"fastapi", "fastapi_offline", "starlette"} and not _is_http_api(path):
@@ -223,6 +230,8 @@ def test_exactly_one_file_imports_deepspeed() -> None:
         ("services/gspo/cli/run/training.py", "from gspo.coordinator.groups.slots import Slots", "another service"),
         ("services/gspo/cli/run/training.py", "from gspo_core.loss import policy_loss", "imports gspo_core"),
         ("services/gspo/coordinator/loop.py", "import torch", "imports torch"),
+        ("services/gspo/generation/loop.py", "from mcp import Client", "imports mcp outside"),
+        ("services/gspo/learner/loop.py", "from gspo.mcp_servers.tool_listing import listed_tools", "another service"),
         ("services/gspo/reward/scoring/scorer.py", "from gspo_core import loss", "imports gspo_core"),
         ("services/gspo/learner/push/policy_weights.py", "from vllm import LLM", "imports vllm outside"),
         (
@@ -268,6 +277,8 @@ def test_a_rule_fails_when_it_is_broken(path: str, source: str, said: str) -> No
         ("services/gspo/learner/loop.py", "from gspo_core.loss import policy_loss\nfrom gspo.common import metrics"),
         ("services/gspo/learner/storage/step_log.py", "from gspo.runlog.step_files import step_files"),
         ("services/gspo/coordinator/http_api.py", "from fastapi import FastAPI"),
+        ("services/gspo/coordinator/app.py", "from gspo.mcp_servers.tool_listing import with_listed_tools"),
+        ("services/gspo/mcp_servers/server_program.py", "from gspo.reward.sandbox.inside import scratch"),
         ("services/gspo/reward/http_api/routes.py", "from fastapi import FastAPI"),
         (TORCH_PROGRAM, "import torch\nfrom transformers import AutoTokenizer"),
         ("services/gspo/common/streams/events.py", "redis.xadd(self._keys.events, fields, maxlen=10)"),
@@ -299,7 +310,7 @@ def _import_all(*packages: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_common_coordinator_reward_and_cli_import_without_torch() -> None:
-    done = _import_all("gspo.common", "gspo.coordinator", "gspo.reward", "gspo.cli")
+    done = _import_all("gspo.common", "gspo.coordinator", "gspo.mcp_servers", "gspo.reward", "gspo.cli")
     assert done.returncode == 0, done.stderr
 
 

@@ -42,7 +42,8 @@ def test_a_recipe_is_whole(recipe: Path) -> None:
 
 def test_the_subjects_are_all_there() -> None:
     assert {path.name for path in RECIPES} == {
-        "mathematics", "code", "tools", "conversation", "judge", "lora", "moe", "long_answers", "resume_and_scale"
+        "mathematics", "code", "tools", "mcp", "conversation", "judge", "lora", "moe", "long_answers",
+        "resume_and_scale",
     }  # fmt: skip
 
 

@@ -16,11 +16,8 @@ from gspo.agents.player.task import Task
 from gspo.agents.relay import Dial
 from gspo.agents.worker import AgentFailedError, RolloutLostError
 from gspo.common.config.gateway import AgentConfig
-from gspo.common.errors import InputError
 from gspo.common.telemetry import metrics
-from gspo.reward.sandbox.launch import LEVEL_NAMES, ConfinementLevel, LevelName
-from gspo.reward.sandbox.levels import find_level
-from gspo.reward.sandbox.syscalls import FilterUnavailableError, agent_filter_bytes
+from gspo.reward.sandbox.launch import ConfinementLevel
 
 _MIB = 2**20
 _MEASURE_EVERY_S = 0.2
@@ -129,23 +126,3 @@ def _memory_of(pid: int) -> int:
             elif line.startswith(b"RssShmem:"):
                 return (anonymous + int(line.split()[1])) * 1024
     return 0
-
-
-async def find_agent_level(minimum: LevelName) -> ConfinementLevel:
-    """The strongest level that this machine supports for agents, with their filter: bubblewrap, else rlimits.
-
-    Landlock alone is none: it does not keep an agent from addresses.
-
-    Raises:
-        InputError: It is below `minimum`; the message names the missing parts and the fix.
-    """
-    level = await find_level("rlimits")
-    if level.name == "bubblewrap":
-        try:
-            return ConfinementLevel("bubblewrap", agent_filter_bytes(), level.parts)
-        except FilterUnavailableError as error:
-            level = ConfinementLevel("rlimits", lacks=(str(error),))
-    if LEVEL_NAMES.index(minimum) > LEVEL_NAMES.index("rlimits"):
-        reached = f"is {minimum}, and this machine reaches rlimits for agents: {'; '.join(level.lacks)}"
-        raise InputError("reward.sandbox_minimum", reached, "Or accept rlimits by naming it here")
-    return ConfinementLevel("rlimits", parts=("rlimits",), lacks=level.lacks)

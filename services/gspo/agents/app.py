@@ -12,11 +12,12 @@ from contextlib import asynccontextmanager, suppress
 
 import structlog
 
-from gspo.agents.agent_pool import AgentPool, find_agent_level
+from gspo.agents.agent_pool import AgentPool
 from gspo.agents.relay import Relay, dial_gateway
 from gspo.agents.worker import AgentWorker
 from gspo.common.service.app import App, Service, run_app
 from gspo.common.telemetry import metrics
+from gspo.reward.sandbox.levels import find_agent_level
 
 log = structlog.get_logger()
 _SHOW_EVERY_S = 1.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from gspo.agents.agent_pool import find_agent_level
 from gspo.agents.agent_sandbox import AgentSandbox
 from gspo.agents.player.loading import UnfitAgentError
 from gspo.agents.relay import Streams
 from gspo.agents.worker import RolloutLostError
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.reward.sandbox.levels import find_agent_level
 
 
 def check(config: Config) -> None:

@@ -5,6 +5,8 @@ It starts nothing and imports no torch.
 
 from __future__ import annotations
 
+import asyncio
+
 from gspo.common.config.schema import Config
 from gspo.common.errors import warn
 from gspo.common.host.machine import free_memory
@@ -22,6 +24,10 @@ def check(config: Config) -> None:
         InputError: Prompts or tokenizer cannot be used, or the groups of a batch do not fit into memory.
     """
     check_fits(config, coordinator_bytes(config), free_memory(), _MEMORY)
+    if any(source.environment.mcp.used for source in config.sources):
+        from gspo.mcp_servers.tool_listing import with_listed_tools  # here: the package mcp takes a second to import
+
+        config = asyncio.run(with_listed_tools(config))
     tokenizer = load_tokenizer(config.model)
     training = training_prompts(config, tokenizer)
     for prompts in training:

@@ -53,7 +53,7 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
         # The engine's processes import, load the model and answer a first request before it returns.
         activity.set("busy", "starting vLLM", "and loading the model into it")
         engine = await start_engine(config, folder)
-        remotes = RemoteEnvironments(config.sources)
+        remotes = RemoteEnvironments(config.sources, config.reward)
         try:
             cards = await asyncio.to_thread(engine_cards, config.generation.engine)
             yield _app(service, folder, engine, copies, cards, remotes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from typing import TYPE_CHECKING
 
 from gspo.common.config.schema import Config
 from gspo.common.config.sources import Source
@@ -18,6 +20,9 @@ from gspo.common.host.machine import (
 )
 from gspo.common.model.files import max_positions, model_folder
 from gspo.generation.engine.arguments import check_engine_args
+
+if TYPE_CHECKING:
+    from gspo.generation.rollout.chat_turns import ChatTurns
 
 # vLLM's InputBatch: an int32 token id and a flag for every token of the longest rollout.
 _PLACE_TOKEN_BYTES = 5
@@ -44,6 +49,10 @@ def check(config: Config) -> None:
     _check_length(config)
     _check_gpus(config)
     _check_memory(config)
+    if any(source.environment.mcp.used for source in config.sources):
+        from gspo.mcp_servers.tool_listing import with_listed_tools  # here: the package mcp takes a second to import
+
+        config = asyncio.run(with_listed_tools(config))
     for source in config.sources:
         if source.environment.used:
             _check_chat_template(config, source)
@@ -113,12 +122,27 @@ def _check_chat_template(config: Config, source: Source) -> None:
         turns.between("a", "user", None)
         if tools:
             turns.between([{"role": "tool", "name": "a", "content": "a"}], "tool", None)
+        if source.environment.mcp.used:
+            _check_tools_are_shown(source, turns)
     except ObservationError as error:
         problem = f"{source.environment_key}: an observation {error}"
         if tools:
-            fix = "Correct chat_template in the model's tokenizer files"
+            fix = "Correct chat_template in the model's tokenizer files, or take a model that knows tools"
             raise InputError(f"{source.environment_key}.tools", problem, fix) from error
         warn(f"{problem}; prompts of plain text need no chat template")
+
+
+def _check_tools_are_shown(source: Source, turns: ChatTurns) -> None:
+    """Refuse a chat template that does not describe the tools of a server, or shows calls in another form."""
+    key, tool_format = source.environment_key, source.environment.tool_format
+    if hidden := turns.hidden_tools():
+        rule = f"the model's chat template does not describe the tool '{hidden[0]}', so the policy would not know it"
+        raise InputError(f"{key}.mcp", rule, "Take a model that knows tools, or correct its chat_template")
+    shown = turns.call_format()
+    if shown not in (None, tool_format):
+        fix = f"Set {key}.tool_format: {shown}" if shown else "Take a model that writes calls in one of these forms"
+        rule = f"{tool_format} is not how the model's chat template shows calls"
+        raise InputError(f"{key}.tool_format", rule, fix)
 
 
 def _check_memory(config: Config) -> None:

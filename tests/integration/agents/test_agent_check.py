@@ -81,7 +81,9 @@ def test_a_machine_without_namespaces_is_refused_as_for_reward_functions(
     monkeypatch.setattr(levels.shutil, "which", lambda _name: None)
     error = refused({"path": "agent.py"}, tmp_path)
     assert error.where == "reward.sandbox_minimum"
-    assert error.rule.startswith("is landlock, and this machine reaches rlimits for agents: bubblewrap: there is no ")
+    assert error.rule.startswith(
+        "is landlock, and this machine reaches rlimits for agents and MCP servers: bubblewrap: there is no "
+    )
     check(config_of({"path": "agent.py"}, tmp_path, reward={"sandbox_minimum": "rlimits"}))
 
 

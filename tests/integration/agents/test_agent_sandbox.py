@@ -19,11 +19,12 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from gspo.agents.agent_pool import AgentPool, find_agent_level, memory_below
+from gspo.agents.agent_pool import AgentPool, memory_below
 from gspo.agents.player.task import Task
 from gspo.agents.worker import AgentFailedError, RolloutLostError
 from gspo.common.config.gateway import AgentConfig
 from gspo.reward.sandbox.launch import ConfinementLevel
+from gspo.reward.sandbox.levels import find_agent_level
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 # Each finds what it may not: an agent returns the number of its finds, and prints them.

@@ -78,5 +78,5 @@ class Section(BaseModel):
     def check_defaults(self, rule: str, fix: str) -> None:
         """Refuse a key with another value than its default, where no other would have an effect."""
         for key, field in type(self).model_fields.items():
-            if getattr(self, key) != field.default:
+            if getattr(self, key) != field.get_default(call_default_factory=True, validated_data={}):
                 raise self.wrong(key, rule, fix)

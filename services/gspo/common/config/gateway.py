@@ -1,13 +1,17 @@
-"""The sections `gateway` and `agent`: programs of others talk to the policy, and may play the run's rollouts."""
+"""The sections `gateway`, `agent` and `environment.mcp`: programs of others.
+
+They talk to the policy, play the run's rollouts, or give tools to its conversations.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from gspo.common.config.fields import ON_RESUME, FilePath, Section
+from gspo.common.config.fields import HTTP_ADDRESS, ON_RESUME, FilePath, Section
 from gspo.common.errors import NO_VALUE, ConfigError
 
 AGENT_PART = "agent"
@@ -144,4 +148,78 @@ class AgentConfig(Section):
                         "is of the sandboxes of agents that `gspo run` starts, and with agent.external you start them",
                         "Leave it out, or set agent.path or agent.command instead of external",
                     )
+        return self
+
+
+class McpConfig(Section):
+    """A server that speaks the Model Context Protocol (MCP): the policy of a conversation calls its tools."""
+
+    command: tuple[str, ...] = Field(
+        (),
+        description="A program that speaks MCP over its standard input and output, with its arguments; each generator "
+        "starts it in a sandbox without network",
+    )
+    url: str | None = Field(
+        None,
+        pattern=HTTP_ADDRESS,
+        description="URL of a server of yours that speaks MCP over streamable HTTP, such as http://127.0.0.1:8000/mcp; "
+        "the key is in GSPO_ENVIRONMENT_API_KEY, if it wants one",
+        json_schema_extra=ON_RESUME,
+    )
+    reads: tuple[FilePath, ...] = Field(
+        (), description="Files and folders that command may read; links to them are in its working folder"
+    )
+    per: Literal["rollout", "shared"] = Field(
+        "rollout",
+        description="rollout: each has a process of command of its own, or a session of url; shared: all rollouts of a "
+        "generator have one, for tools without state",
+    )
+    tools: tuple[str, ...] = Field((), description="Names of the tools that the policy may call; [] for all")
+    max_calls: PositiveInt | None = Field(
+        None,
+        description="Calls of one rollout, of which further ones get an error as their answer; null: no limit but "
+        "environment.max_turns",
+        json_schema_extra=ON_RESUME,
+    )
+    timeout_s: PositiveFloat = Field(
+        10.0, description="Longest call; then the policy gets an error as its answer", json_schema_extra=ON_RESUME
+    )
+    max_result_chars: PositiveInt = Field(
+        8192,
+        description="Characters of a result that the policy sees; the rest is cut off",
+        json_schema_extra=ON_RESUME,
+    )
+    memory_mb: PositiveInt = Field(
+        2048, description="Memory of each process of command, in MiB", json_schema_extra=ON_RESUME
+    )
+
+    @property
+    def used(self) -> bool:
+        """Whether there is a server."""
+        return bool(self.command or self.url)
+
+    @property
+    def place(self) -> str:
+        """Its address, or its command line, for messages."""
+        return self.url or " ".join(self.command)
+
+    @model_validator(mode="after")
+    def _is_one_server(self) -> McpConfig:
+        if not self.used:
+            self.check_defaults("belongs to an MCP server, and there is none", "Set environment.mcp.command or url")
+            return self
+        if self.command and self.url:
+            raise ConfigError("url", NO_VALUE, "stands beside command, and it is one of them", "Leave one out")
+        if self.url:
+            for key in ("reads", "memory_mb"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise self.wrong(
+                        key, "is of a command that gspo starts, and url names a running server", "Leave it out"
+                    )
+            if urlsplit(self.url).password is not None:
+                fix = "Leave it out; GSPO_ENVIRONMENT_API_KEY may hold a key"
+                raise ConfigError("url", NO_VALUE, "holds a password", fix)
+        for place, name in enumerate(self.tools):
+            if name in self.tools[:place]:
+                raise ConfigError(f"tools.{place}", name, "is there twice", "Leave one out")
         return self

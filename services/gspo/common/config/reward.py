@@ -22,6 +22,7 @@ from gspo.common.config.fields import (
     Section,
     VersionText,
 )
+from gspo.common.config.gateway import McpConfig
 from gspo.common.errors import NO_VALUE, ConfigError
 
 # Values of `reward.functions.N.builtin`; the reward service has a file or a client for each.
@@ -218,7 +219,7 @@ class EnvironmentConfig(Section):
     )
     reach_timeout_s: PositiveFloat = Field(
         30.0,
-        description="Longest that the server of url may be unreachable; then the attempt fails as "
+        description="Longest that the server of url or mcp may be unreachable; then the attempt fails as "
         "environment_unreachable",
         json_schema_extra=ON_RESUME,
     )
@@ -271,23 +272,41 @@ class EnvironmentConfig(Section):
     total_timeout_s: PositiveFloat = Field(
         300.0, description="Longest rollout; then it ends as time_limit", json_schema_extra=ON_RESUME
     )
+    mcp: McpConfig = Field(default_factory=McpConfig)
 
     @property
     def used(self) -> bool:
         """Whether rollouts are conversations."""
-        return bool(self.path or self.builtin or self.url or self.name)
+        return bool(self.path or self.builtin or self.url or self.mcp.used or self.name)
+
+    @property
+    def on_server(self) -> bool:
+        """Whether a server of the user's answers, and not a function in the reward service."""
+        return self.url is not None or self.mcp.used
+
+    @property
+    def place(self) -> str:
+        """The address or the command line of its server, for messages; empty where there is none."""
+        return self.url or self.mcp.place
 
     @property
     def label(self) -> str:
         """Name in tasks, logs and metrics; empty where there is none."""
         if self.name or self.builtin:
             return self.name or self.builtin or ""
+        if self.mcp.used:
+            return _host_label(self.mcp.url) if self.mcp.url else "mcp"
         return self.path.stem if self.path else _host_label(self.url)
+
+    @property
+    def longest_step_s(self) -> float:
+        """Limit of one step; an MCP server's calls have limits of their own, and the whole conversation has one."""
+        return self.total_timeout_s if self.mcp.used else self.step_timeout_s
 
     @property
     def registered(self) -> bool:
         """Whether it is a name of the registry."""
-        return self.name is not None and not (self.path or self.builtin or self.url)
+        return self.name is not None and not (self.path or self.builtin or self.on_server)
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
@@ -310,9 +329,10 @@ class EnvironmentConfig(Section):
     def _is_one_thing(self) -> EnvironmentConfig:
         if not self.used:
             rule = "belongs to an environment, and there is none"
-            self.check_defaults(rule, "Set environment.path, builtin, url or name")
+            self.check_defaults(rule, "Set environment.path, builtin, url, mcp or name")
             return self
         kinds = [key for key in ("path", "builtin", "url") if getattr(self, key) is not None]
+        kinds += ["mcp"] if self.mcp.used else []
         if len(kinds) > 1:
             raise ConfigError(kinds[1], NO_VALUE, f"stands beside {kinds[0]}, and it is one of them", "Leave one out")
         if self.version is not None and not self.registered:
@@ -325,10 +345,9 @@ class EnvironmentConfig(Section):
     @model_validator(mode="after")
     def _server_takes_its_keys(self) -> EnvironmentConfig:
         if self.url is None:
-            keys = ("protocol", "action_field", "observation_field", "ping_every_s", "reach_timeout_s", "replay")
-            for key in keys:
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise self.wrong(key, "belongs to an environment on a server", "Leave it out, or set url")
+            of_servers = () if self.mcp.used else ("reach_timeout_s",)
+            for key in ("protocol", "action_field", "observation_field", "ping_every_s", "replay", *of_servers):
+                self._check_default(key, "belongs to an environment on a server", "Leave it out, or set url")
             return self
         if urlsplit(self.url).password is not None:
             raise ConfigError(
@@ -343,9 +362,22 @@ class EnvironmentConfig(Section):
                 )
             return self
         for key in ("action_field", "observation_field"):
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise self.wrong(key, "names a field of OpenEnv", "Leave it out, or set protocol: openenv")
+            self._check_default(key, "names a field of OpenEnv", "Leave it out, or set protocol: openenv")
         return self
+
+    @model_validator(mode="after")
+    def _mcp_takes_its_keys(self) -> EnvironmentConfig:
+        if not self.mcp.used:
+            return self
+        self._check_default("tools", "stands beside mcp, whose server lists its tools", "Choose of them by mcp.tools")
+        self._check_default("weight", "has no effect: tools give no reward", "Leave it out; reward.functions score")
+        self._check_default("step_timeout_s", "has no effect with mcp", "Set mcp.timeout_s, the longest call of a tool")
+        self._check_default("memory_mb", "has no effect with mcp", "Set mcp.memory_mb")
+        return self
+
+    def _check_default(self, key: str, rule: str, fix: str) -> None:
+        if getattr(self, key) != type(self).model_fields[key].default:
+            raise self.wrong(key, rule, fix)
 
     @model_validator(mode="after")
     def _tools_are_somebodys(self) -> EnvironmentConfig:

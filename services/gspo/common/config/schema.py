@@ -340,10 +340,10 @@ class Config(Section):
         if segment is None:
             return self
         key, longest = "generation.segment_tokens", self.algorithm.response_length
-        if any(source.environment.url is not None for source in self.sources):
+        if any(source.environment.on_server for source in self.sources):
             raise self.wrong(
                 key,
-                "pauses rollouts, and meanwhile a server ends the sessions of environment.url",
+                "pauses rollouts, and their sessions on an environment's server end meanwhile",
                 "Leave it out",
             )
         num_segments = -(-longest // segment)

@@ -147,7 +147,7 @@ class Source:
         """Its functions and its environment, by their places in the configuration; no environment on a server."""
         for index, function in enumerate(self.functions):
             yield f"{self.functions_key}.{index}", function
-        if self.environment.used and self.environment.url is None:
+        if self.environment.used and not self.environment.on_server:
             yield self.environment_key, self.environment
 
 
@@ -202,7 +202,8 @@ def check_sources(config: Config) -> None:
 
 
 def _check_rewards(source: Source, *, is_needed: bool) -> None:
-    is_rewarded = source.functions or source.environment.used or source.agent_weight is not None
+    environment_rewards = source.environment.used and not source.environment.mcp.used
+    is_rewarded = source.functions or environment_rewards or source.agent_weight is not None
     if is_needed and not is_rewarded:
         of_it = f" for source '{source.name}'" if source.name else ""
         raise ConfigError(
@@ -300,9 +301,9 @@ def remote_environments(sources: Sequence[Source]) -> dict[str, tuple[str, Envir
         ConfigError: One name stands for two environments.
     """
     remotes: dict[str, tuple[str, EnvironmentConfig]] = {}
-    for source in sorted(sources, key=lambda source: source.environment.url is None):
+    for source in sorted(sources, key=lambda source: not source.environment.on_server):
         key, environment = source.environment_key, source.environment
-        if environment.url is not None:
+        if environment.on_server:
             remotes.setdefault(environment.label, (key, environment))
         if environment.label in remotes and _loaded(remotes[environment.label][1]) != _loaded(environment):
             rule = f"'{environment.label}' names two environments"

@@ -47,11 +47,14 @@ class ServerTroubleError(Exception):
 
     Attributes:
         retry_after_s: Seconds after which a full server may have a place.
+        is_final: Whether it is of no use to ask again.
     """
 
-    def __init__(self, kind: TroubleKind, text: str, retry_after_s: float = _USUAL_WAIT_S) -> None:
+    def __init__(
+        self, kind: TroubleKind, text: str, retry_after_s: float = _USUAL_WAIT_S, *, is_final: bool = False
+    ) -> None:
         super().__init__(text)
-        self.kind, self.retry_after_s = kind, retry_after_s
+        self.kind, self.retry_after_s, self.is_final = kind, retry_after_s, is_final
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,11 @@ class SessionServer(Protocol):
 
     Attributes:
         needs_pings: Its sessions end unless they are asked for something from time to time.
+        is_shared: Its sessions have no state, so any generator may continue one.
     """
 
     needs_pings: bool
+    is_shared: bool
 
     async def reset(self, session: str, task: dict[str, Any]) -> ServerTurn:
         """Begin a session under an id of ours."""
@@ -96,7 +101,7 @@ def server_header() -> dict[str, str]:
 class HttpSessions:
     """Sessions over HTTP."""
 
-    needs_pings = True
+    needs_pings, is_shared = True, False
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")

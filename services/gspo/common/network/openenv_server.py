@@ -60,7 +60,7 @@ class OpenEnvSessions:
         ping_every_s: Time between WebSocket's own pings.
     """
 
-    needs_pings = False
+    needs_pings, is_shared = False, False
 
     def __init__(self, url: str, *, action_field: str, observation_field: str | None, ping_every_s: float) -> None:
         self._url = "ws" + url.removeprefix("http").rstrip("/") + "/ws"

@@ -125,6 +125,11 @@ TURNS = _generation.counter("gspo_turns", "Turns of the policy in conversations"
 TOOL_CALLS = _generation.counter(
     "gspo_tool_calls", "Tool calls by tool, and turns with malformed ones", ["tool", "result"]
 )
+TOOL_ERRORS = _generation.counter(
+    "gspo_tool_errors",
+    "Calls of an MCP server's tools with an error, no result in time, or one that was cut",
+    ["tool", "kind"],
+)
 
 # Gateway
 GATEWAY_ANSWERS = _gateway.counter("gspo_gateway_answers", "Answers to outside clients, by how they ended", ["end"])

@@ -148,7 +148,7 @@ class PromptSet:
             return self._apply_template([_messages(value) for value in values], rows)
         if self._tools:
             raise InputError(
-                f"{self._source.environment_key}.tools",
+                f"{self._source.environment_key}.{'mcp' if self._source.environment.mcp.used else 'tools'}",
                 f"{self._path} holds prompts as text, and only a chat template describes tools to the policy",
                 "Give prompts as chat messages, or leave the tools out",
             )

@@ -116,8 +116,9 @@ def _episode(config: Config, environment: EnvironmentConfig) -> dict[str, Any]:
         max_turns=environment.max_turns,
         turn_tokens=environment.turn_tokens or 0,
         end_long_turns=environment.long_turn == "end",
-        step_timeout_s=environment.step_timeout_s,
+        step_timeout_s=environment.longest_step_s,
         total_timeout_s=environment.total_timeout_s,
         prompt_length=config.algorithm.prompt_length,
+        max_calls=environment.mcp.max_calls or 0,
     )
     return {"environment": environment.label, "play": play}

@@ -7,6 +7,7 @@ observation is rendered behind a fixed example conversation.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,14 @@ from gspo.common.model.answer_place import ANSWER, tokens_behind_answer
 from gspo_proto.rollout_pb2 import Prompt
 
 Message = dict[str, Any]
+# A call as the chat template would show it in an answer, and what then says its format, by vLLM's names.
+_EXAMPLE_TOOL = "example_tool"
+_EXAMPLE_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": _EXAMPLE_TOOL, "arguments": {"a": 1}}}],
+}
+_CALL_FORMATS = {"hermes": re.compile(r"<tool_call>\s*\{"), "qwen3_coder": re.compile(r"<function=")}
 _BEFORE: list[Message] = [{"role": "user", "content": "a"}, ANSWER]
 
 
@@ -63,6 +72,24 @@ class ChatTurns:
         if token_ids is None:
             raise ObservationError("cannot be placed: the chat template does not show answers unchanged")
         return token_ids
+
+    def hidden_tools(self) -> list[str]:
+        """Names of the tools that the template does not describe in a prompt.
+
+        Raises:
+            ObservationError: The template does not take them.
+        """
+        text = self._render(_BEFORE[:1])
+        return [name for tool in self._tools or () if (name := str(tool["function"]["name"])) not in text]
+
+    def call_format(self) -> str | None:
+        """The format in which the template shows calls: empty for an unknown one, None where it shows no call."""
+        try:
+            text = self._render([*_BEFORE[:1], _EXAMPLE_CALL])
+        except ObservationError:
+            return None
+        formats = [name for name, form in _CALL_FORMATS.items() if form.search(text)]
+        return (formats or [""])[0] if _EXAMPLE_TOOL in text else None
 
     def _render(self, messages: list[Message]) -> str:
         try:

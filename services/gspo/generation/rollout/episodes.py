@@ -134,6 +134,11 @@ class Episodes:
             rollout.on_malformed_call(text)
             self._observe(rollout, [{"role": "tool", "content": f"error: the tool call {problem}"}])
             return
+        if play.max_calls and rollout.state.episode.num_tool_calls + len(calls) > play.max_calls:
+            metrics.TOOL_CALLS.labels("", "over_limit").inc()
+            rollout.on_turn_read(text)
+            self._observe(rollout, [{"role": "tool", "content": f"error: {play.max_calls} tool calls are allowed"}])
+            return
         request = StepRequest(
             environment=rollout.task.environment,
             version=rollout.state.episode.version,

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from gspo.common.config.reward import EnvironmentConfig
+from gspo.common.config.reward import EnvironmentConfig, RewardConfig
 from gspo.common.config.sources import Source, remote_environments
 from gspo.common.network.environment_server import ServerTroubleError, ServerTurn, SessionServer
 from gspo.common.network.openenv_server import session_server
@@ -55,7 +55,7 @@ class RemoteEnvironment:
 
     def __init__(self, config: EnvironmentConfig, server: SessionServer | None = None) -> None:
         self._config, self._server = config, server or session_server(config)
-        self._version = hashlib.sha256((config.url or "").encode()).hexdigest()
+        self._version = hashlib.sha256(config.place.encode()).hexdigest()
         self._pings: dict[str, asyncio.Task[None] | None] = {}  # of each session that is played here
         self._closing: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
@@ -117,6 +117,9 @@ class RemoteEnvironment:
         """
         record = SessionRecord.from_json(state_json)
         if record.session in self._pings:
+            return EnvironmentReply(state_json=state_json)
+        if self._server.is_shared:
+            self._keep(record.session)
             return EnvironmentReply(state_json=state_json)
         try:
             try:
@@ -218,10 +221,10 @@ class RemoteEnvironment:
                 async with asyncio.timeout(timeout_s):
                     return await ask()
             except TimeoutError:
-                text = f"{self._config.url} gave no answer to a {what} within {timeout_s:g} s"
+                text = f"{self._config.place} gave no answer to a {what} within {timeout_s:g} s"
                 raise ServerTroubleError("timeout", f"{text} (environment.step_timeout_s)") from None
             except ServerTroubleError as error:
-                if error.kind not in ("environment_full", "environment_unreachable"):
+                if error.is_final or error.kind not in ("environment_full", "environment_unreachable"):
                     raise
                 problem = error
             metrics.ENVIRONMENT_RETRIES.inc()
@@ -242,7 +245,7 @@ class RemoteEnvironment:
             raise ServerTroubleError(problem.kind, text) from problem
         if time.monotonic() >= self._next_message_s:
             self._next_message_s = time.monotonic() + _SAY_EVERY_S
-            log.warning(problem.kind, url=self._config.url, detail=f"waiting {limit_s:g} s at most: {problem}")
+            log.warning(problem.kind, server=self._config.place, detail=f"waiting {limit_s:g} s at most: {problem}")
 
     def _reply(self, record: SessionRecord, turn: ServerTurn) -> EnvironmentReply:
         return EnvironmentReply(
@@ -302,17 +305,29 @@ class RemoteEnvironment:
 
 
 class RemoteEnvironments:
-    """The environments of a run that are on servers, by their names in tasks."""
+    """The environments of a run that are on servers, by their names in tasks.
 
-    def __init__(self, sources: Sequence[Source] = ()) -> None:
-        specs = remote_environments(sources)
+    Args:
+        reward: Has the least confinement level of an MCP server's command.
+    """
+
+    def __init__(self, sources: Sequence[Source] = (), reward: RewardConfig | None = None) -> None:
         self.by_name: Mapping[str, RemoteEnvironment] = {
-            name: RemoteEnvironment(environment) for name, (_, environment) in specs.items()
+            name: RemoteEnvironment(environment, _mcp_server(environment, reward or RewardConfig()))
+            for name, (_, environment) in remote_environments(sources).items()
         }
 
     async def aclose(self) -> None:
         """End the sessions and the connections."""
         await asyncio.gather(*(environment.aclose() for environment in self.by_name.values()))
+
+
+def _mcp_server(environment: EnvironmentConfig, reward: RewardConfig) -> SessionServer | None:
+    if not environment.mcp.used:
+        return None
+    from gspo.mcp_servers.mcp_sessions import McpSessions  # here: importing the package mcp takes a second
+
+    return McpSessions(environment, reward.sandbox_minimum)
 
 
 def _spread(seconds: float, most: float) -> float:

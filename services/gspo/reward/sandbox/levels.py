@@ -82,6 +82,26 @@ async def find_level(minimum: LevelName) -> ConfinementLevel:
     return replace(level, lacks=tuple(lacks))
 
 
+async def find_agent_level(minimum: LevelName) -> ConfinementLevel:
+    """The strongest level for agents and MCP servers, with their filter: bubblewrap, else rlimits.
+
+    Landlock alone is none: it does not keep them from addresses.
+
+    Raises:
+        InputError: It is below `minimum`; the message names the missing parts and the fix.
+    """
+    level = await find_level("rlimits")
+    if level.name == "bubblewrap":
+        try:
+            return ConfinementLevel("bubblewrap", syscalls.agent_filter_bytes(), level.parts)
+        except syscalls.FilterUnavailableError as error:
+            level = ConfinementLevel("rlimits", lacks=(str(error),))
+    if LEVEL_NAMES.index(minimum) > LEVEL_NAMES.index("rlimits"):
+        reached = f"is {minimum}, and this machine reaches rlimits for agents and MCP servers: {'; '.join(level.lacks)}"
+        raise InputError("reward.sandbox_minimum", reached, "Or accept rlimits by naming it here")
+    return ConfinementLevel("rlimits", parts=("rlimits",), lacks=level.lacks)
+
+
 async def try_level(name: LevelName) -> ConfinementLevel:
     """A level, if it holds here.
 

@@ -38,11 +38,24 @@ def test_an_environment_on_a_server(minimal: dict[str, Any]) -> None:
     assert with_environment(minimal, url="http://a:1", name="game").environment.label == "game"
 
 
+def test_an_mcp_server(minimal: dict[str, Any]) -> None:
+    mcp = {"command": ["python", "tools.py"], "reads": ["tools.py"], "tools": ["add"]}
+    environment = with_environment(minimal, mcp=mcp, reach_timeout_s=7.0).environment
+    assert (environment.label, environment.registered, environment.used) == ("mcp", False, True)
+    assert environment.mcp.reads == (Path("/folder/tools.py"),)
+    assert with_environment(minimal, mcp={"url": "http://a:1/mcp"}).environment.label == "a-1"
+    assert environment.longest_step_s == environment.total_timeout_s, "each call has its own limit"
+    del minimal["reward"]
+    with pytest.raises(InputError, match="there is no environment or agent that rewards"):
+        with_environment(minimal, mcp=mcp)
+
+
 def test_a_paused_rollout_would_lose_its_session(minimal: dict[str, Any]) -> None:
     minimal["generation"] = {"segment_tokens": 512}
-    with pytest.raises(InputError, match=r"a server ends the sessions of environment\.url") as error:
-        with_environment(minimal, url="http://a:1")
-    assert error.value.where == "generation.segment_tokens"
+    for keys in ({"url": "http://a:1"}, {"mcp": {"command": ["a"]}}):
+        with pytest.raises(InputError, match="their sessions on an environment's server end meanwhile") as error:
+            with_environment(minimal, **keys)
+        assert error.value.where == "generation.segment_tokens"
 
 
 def test_one_name_is_one_environment(minimal: dict[str, Any]) -> None:
@@ -93,6 +106,21 @@ def test_it_may_be_all_that_rewards(minimal: dict[str, Any]) -> None:
         ({"url": "http://a:1", "action_field": "text"}, "environment.action_field", "names a field of OpenEnv"),
         ({"url": "http://a:1", "protocol": "openenv", "tools": [LOOK]}, "environment.tools", "no place in OpenEnv's"),
         ({"url": "http://a:1", "reach_timeout_s": 0}, "environment.reach_timeout_s", "greater than 0"),
+        ({"mcp": {"per": "shared"}}, "environment.mcp.per", "belongs to an MCP server, and there is none"),
+        ({"mcp": {"command": ["a"], "url": "http://a:1"}}, "environment.mcp.url", "stands beside command"),
+        ({"mcp": {"url": "http://a:1", "reads": ["b"]}}, "environment.mcp.reads", "is of a command that gspo starts"),
+        (
+            {"mcp": {"url": "http://a:1", "memory_mb": 64}},
+            "environment.mcp.memory_mb",
+            "is of a command that gspo starts",
+        ),
+        ({"mcp": {"url": "http://b:c@a:1"}}, "environment.mcp.url", "holds a password"),
+        ({"mcp": {"command": ["a"], "tools": ["b", "b"]}}, "environment.mcp.tools.1", "b is there twice"),
+        ({"path": "a.py", "mcp": {"command": ["a"]}}, "environment.mcp", "stands beside path, and it is one of them"),
+        ({"mcp": {"command": ["a"]}, "tools": [LOOK]}, "environment.tools", "whose server lists its tools"),
+        ({"mcp": {"command": ["a"]}, "weight": 2.0}, "environment.weight", "has no effect: tools give no reward"),
+        ({"mcp": {"command": ["a"]}, "step_timeout_s": 2.0}, "environment.step_timeout_s", "has no effect with mcp"),
+        ({"mcp": {"command": ["a"]}, "ping_every_s": 2.0}, "environment.ping_every_s", "an environment on a server"),
     ],
 )
 def test_a_contradiction_names_its_key(minimal: dict[str, Any], keys: dict[str, Any], where: str, rule: str) -> None:

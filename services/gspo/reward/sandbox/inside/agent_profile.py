@@ -1,13 +1,16 @@
-"""The profile of agents: programs of any language with processes of their own, behind relays to named addresses.
+"""The profile of agents and MCP servers: programs of any language with processes of their own.
 
-Their namespaces keep network, files and other processes away; here the process gives up its privileges. A reward
-function's worker gives up more (confine.py).
+Their namespaces keep network, files and other processes away, but for an agent's relays to named addresses; here the
+process gives up its privileges. A reward function's worker gives up more (confine.py).
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import confine
 
@@ -38,3 +41,25 @@ def confine_agent(setup: dict[str, Any]) -> None:
     )
     if setup["filter"]:
         confine.load_filter(bytes.fromhex(setup["filter"]))
+
+
+def become_command(setup_json: str) -> NoReturn:
+    """Give up the same, and run a program in place of this process, in a folder with links to its files.
+
+    Args:
+        setup_json: That of `confine_agent`, with command, folder, reads, and parent: the process with which the program
+            ends, or 0 where its namespace sees to that.
+    """
+    setup = json.loads(setup_json)
+    confine_agent(setup)
+    if setup["parent"]:
+        confine.die_with_parent(setup["parent"])  # after the change of user, which would undo it
+    os.chdir(setup["folder"])
+    for path in map(Path, setup["reads"]):
+        Path(path.name).symlink_to(path)
+    os.environ.update(HOME=setup["folder"], TMPDIR=setup["folder"])
+    program = setup["command"][0]
+    try:
+        os.execvp(program, setup["command"])  # noqa: S606 - the purpose of this process
+    except OSError as error:
+        sys.exit(f"{program} cannot be started: {error.strerror}")

@@ -1,0 +1,99 @@
+"""MCP's messages over streamable HTTP, by the package `mcp`: the bounds of an answer, and why a server refuses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import httpx2
+from mcp.client.streamable_http import streamable_http_client
+
+from gspo.common.network.environment_server import (
+    CONNECT_TIMEOUT_S,
+    KEY_VARIABLE,
+    ServerTroubleError,
+    retry_after_s,
+    server_header,
+)
+from gspo.mcp_servers.stdio_streams import MAX_MESSAGE_BYTES, TOO_LARGE
+
+if TYPE_CHECKING:
+    from mcp.client._transport import TransportStreams
+
+_SESSION_HEADER = "mcp-session-id"
+
+
+class HttpStreams:
+    """The messages of one session of a server.
+
+    Attributes:
+        refusal: Why the server refused the newest request; None where it did not.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.refusal: ServerTroubleError | None = None
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[TransportStreams]:
+        """Exchange messages; the session ends with the block."""
+        timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        transport = _BoundedTransport(self)
+        # Not compressed: a small answer could unpack to more than the limit.
+        headers = {**server_header(), "accept-encoding": "identity"}
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport) as client,
+            streamable_http_client(self._url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES) as streams,
+        ):
+            yield streams
+
+    def on_answer(self, request: httpx2.Request, answer: httpx2.Response) -> None:
+        """Note why the server refuses a request."""
+        status = answer.status_code
+        why = f"{self._url} answered HTTP {status}"
+        if request.method != "POST":
+            return
+        if status < 400:
+            self.refusal = None
+        elif status in (401, 403):
+            text = f"{why} (its key comes from the environment variable {KEY_VARIABLE})"
+            self.refusal = ServerTroubleError("forbidden", text)
+        elif status in (429, 503):
+            self.refusal = ServerTroubleError("environment_full", why, retry_after_s(answer.headers.get("retry-after")))
+        elif status == 404 and _SESSION_HEADER in request.headers:
+            self.refusal = ServerTroubleError("session_lost", why)
+        elif status in (502, 504):
+            self.refusal = ServerTroubleError("environment_unreachable", why)
+        else:
+            self.refusal = ServerTroubleError("exception", why)
+
+
+class _BoundedTransport(httpx2.AsyncHTTPTransport):
+    def __init__(self, streams: HttpStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        answer = await super().handle_async_request(request)
+        self._streams.on_answer(request, answer)
+        if not answer.headers.get("content-type", "").lower().startswith("text/event-stream"):  # that has its own limit
+            assert isinstance(answer.stream, httpx2.AsyncByteStream)  # noqa: S101 - of an asynchronous transport
+            answer.stream = _BoundedStream(answer.stream)
+        return answer
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    def __init__(self, inner: httpx2.AsyncByteStream) -> None:
+        self._inner = inner
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        num_bytes = 0
+        async for part in self._inner:
+            num_bytes += len(part)
+            if num_bytes > MAX_MESSAGE_BYTES:
+                raise httpx2.StreamError(TOO_LARGE)  # the client makes it the answer to this request
+            yield part
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()

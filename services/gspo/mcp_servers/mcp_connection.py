@@ -1,0 +1,206 @@
+"""One connection to an MCP server: it lists tools and calls them, from the handshake to the end.
+
+The client of the package `mcp` belongs to the task that opened it, so each connection has one. A connection that has
+ended stays so: mcp_sessions.py opens another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from mcp import Client, MCPError
+from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, ListToolsResult, Tool
+from pydantic import ValidationError
+
+from gspo.common.config.gateway import McpConfig
+from gspo.common.network.environment_server import TEXT_CHARS, ServerTroubleError
+from gspo.mcp_servers.http_streams import HttpStreams
+from gspo.mcp_servers.server_program import ServerProgram
+from gspo.mcp_servers.stdio_streams import stdio_streams
+from gspo.reward.sandbox.launch import ConfinementLevel
+
+# A list of tools that never ends must not fill the memory; no prompt describes as many.
+_MOST_TOOLS = 1000
+_CLOSE_S = 10.0
+# The client's library gives a call's own limit back as an error; this is beyond it.
+_LATER_S = 5.0
+# Of an answer over HTTP that is too long or malformed; its code is that of a closed connection, which is another thing.
+_BROKEN_ANSWER = "SSE stream failed"
+T = TypeVar("T")
+# It logs tracebacks of the faults of servers; here these are answers to the policy, or failed attempts.
+logging.getLogger("mcp").setLevel(logging.CRITICAL)
+logging.getLogger("httpx2").setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True)
+class RefusedCall:
+    """A call without a result; the policy sees the reason.
+
+    Attributes:
+        kind: timeout or error.
+    """
+
+    kind: str
+    text: str
+
+
+class McpConnection:
+    """A connection.
+
+    Args:
+        level: The confinement of a command's process; None for an address.
+    """
+
+    def __init__(self, config: McpConfig, level: ConfinementLevel | None) -> None:
+        self._config = config
+        self._http, self._program = (HttpStreams(config.url) if config.url else None), None
+        if level is not None and self._http is None:
+            self._program = ServerProgram(config, level)
+        self._client: Client | None = None
+        self._is_lost = False  # the server has ended it, and the client's task may still wait
+        self._ready, self._closing = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls may be made."""
+        return self._client is not None and self._task is not None and not self._task.done() and not self._is_lost
+
+    @property
+    def pid(self) -> int | None:
+        """The first process of the command; None where there is none."""
+        return self._program.pid if self._program else None
+
+    async def open(self, timeout_s: float) -> None:
+        """Connect, and exchange the handshake.
+
+        Raises:
+            ServerTroubleError: The server does not answer, or refuses.
+        """
+        self._task = asyncio.create_task(self._run())
+        ready = asyncio.create_task(self._ready.wait())
+        try:
+            await asyncio.wait({self._task, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not self._ready.is_set():
+                late = "" if self._task.done() else f" within {timeout_s:g} s"
+                raise self._trouble(f"did not answer MCP's handshake{late}")
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            ready.cancel()
+
+    async def tools(self) -> list[Tool]:
+        """The tools that the server lists.
+
+        Raises:
+            ServerTroubleError: It gives no list.
+        """
+        tools, cursor = list[Tool](), None
+        while len(tools) < _MOST_TOOLS:
+            page = await self._ask(partial(_page, cursor=cursor))
+            if isinstance(page, RefusedCall):
+                raise ServerTroubleError("exception", f"{self._config.place} lists no tools: {page.text}")
+            tools, cursor = [*tools, *page.tools], page.next_cursor
+            if not cursor:
+                return tools
+        raise ServerTroubleError("output_too_large", f"{self._config.place} lists more than {_MOST_TOOLS} tools")
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult | RefusedCall:
+        """The result of a call, or why there is none.
+
+        Raises:
+            ServerTroubleError: The connection has ended.
+        """
+
+        async def called(client: Client) -> CallToolResult:
+            return await client.call_tool(name, arguments, self._config.timeout_s)
+
+        return await self._ask(called)
+
+    async def close(self) -> None:
+        """End the connection, with the process or the session."""
+        self._closing.set()
+        if self._task is None:
+            return
+        if self._client is None:  # the handshake does not end by itself
+            self._task.cancel()
+        await asyncio.wait({self._task}, timeout=_CLOSE_S)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        # The handshake rather than the newest version's discovery: every server knows it, and it begins a session.
+        streams: AbstractAsyncContextManager[Any]
+        if self._http is not None:
+            streams = self._http.opened()
+        else:
+            assert self._program is not None  # noqa: S101 - a command has a level
+            streams = stdio_streams(self._program)
+        async with Client(streams, mode="legacy", cache=None) as client:
+            self._client = client
+            self._ready.set()
+            await self._closing.wait()
+
+    async def _ask(self, request: Callable[[Client], Coroutine[Any, Any, T]]) -> T | RefusedCall:
+        """The answer to one request, or a RefusedCall."""
+        if self._client is None or self._task is None or self._task.done():
+            raise self._trouble("has ended the connection")
+        asking = asyncio.create_task(request(self._client))
+        try:
+            limit_s = self._config.timeout_s + _LATER_S
+            await asyncio.wait({asking, self._task}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                if self._task.done():
+                    raise self._trouble("has ended the connection")
+                return self._late()
+            return asking.result()
+        except MCPError as error:
+            return self._refused(error)
+        except (ValidationError, RuntimeError) as error:
+            return RefusedCall("error", f"the server's answer breaks the protocol ({str(error)[:TEXT_CHARS]})")
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    def _refused(self, error: MCPError) -> RefusedCall:
+        if error.code == REQUEST_TIMEOUT:
+            return self._late()
+        if error.message.startswith(_BROKEN_ANSWER):
+            return RefusedCall("error", f"the server's answer cannot be read ({error.message})")
+        refusal = self._http.refusal if self._http else None
+        if error.code == CONNECTION_CLOSED or (refusal and refusal.kind != "exception"):
+            self._is_lost = True
+            raise self._trouble("has ended the connection") from error
+        return RefusedCall("error", error.message)
+
+    def _late(self) -> RefusedCall:
+        return RefusedCall("timeout", f"no result within {self._config.timeout_s:g} s")
+
+    def _trouble(self, what: str) -> ServerTroubleError:
+        """Why there is no connection, as well as it is known."""
+        if self._http is not None and self._http.refusal is not None:
+            return self._http.refusal
+        failed = self._task is not None and self._task.done() and not self._task.cancelled() and self._task.exception()
+        reasons = [_reason(failed)] if failed else []
+        if self._program is not None and self._program.last_line:
+            reasons.append(f"its last words: {self._program.last_line[:TEXT_CHARS]}")
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        return ServerTroubleError("environment_unreachable", f"{self._config.place} {what}{why}")
+
+
+async def _page(client: Client, cursor: str | None) -> ListToolsResult:
+    return await client.list_tools(cursor=cursor)
+
+
+def _reason(error: BaseException) -> str:
+    """The first error of a group, in words."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"[:TEXT_CHARS]
