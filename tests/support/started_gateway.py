@@ -95,7 +95,7 @@ class Gateway:
     async def another(self, name: str) -> AsyncIterator[str]:
         """A second gateway of the run; its address."""
         service = service_of(name, self.service.config, self.redis_url)
-        async with _served(service) as address:
+        async with served(service) as address:
             yield address
         await service.close()
 
@@ -145,7 +145,7 @@ async def started_gateway(
             await stack.enter_async_context(started_generator(service, shared, f"generation-{number}"))
             for number in range(num_generators)
         ]
-        address = await stack.enter_async_context(_served(service))
+        address = await stack.enter_async_context(served(service))
         url, key = f"http://{address}", service.options.token
         clients: dict[str, Any] = {"api_key": key, "max_retries": 0}
         yield Gateway(
@@ -160,12 +160,14 @@ async def started_gateway(
 
 
 @asynccontextmanager
-async def _served(service: Service) -> AsyncIterator[str]:
+async def served(service: Service) -> AsyncIterator[str]:
     """A gateway's work and its HTTP server; the address."""
     async with startup(service) as app:
         works = [asyncio.create_task(work()) for work in (app.main, *app.background.values())]
         http = HttpServer(HealthProbes(service, authorizes_itself=True), "127.0.0.1", 0, service.config.services)
-        works.append(asyncio.create_task(http.run()))
+        instance = Instance("gateway", service.options.name, http=http.address, uid=service.uid)
+        heartbeat = Registration(service.redis, service.keys, instance, service.activity, dict)
+        works += [asyncio.create_task(http.run()), asyncio.create_task(heartbeat.run())]
         service.problems.clear()
         yield http.address
         for work in works:

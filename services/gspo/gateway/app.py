@@ -27,7 +27,8 @@ async def run_gateway(service: Service) -> None:
 @asynccontextmanager
 async def startup(service: Service) -> AsyncIterator[App]:
     """Read tokenizer and chat template, and open the HTTP API."""
-    generators, store = Generators(service), SessionStore(service.redis, service.keys, service.config.agent.lease_s)
+    generators = Generators(service)
+    store = SessionStore(service.redis, service.keys, service.config.agent.lease_s, service.uid)
     service.activity.set("busy", "reading the tokenizer")
     service.http_api = await chat_api(service, model_folder(service.config.model), generators, store)
     service.activity.set("waiting", "requests", f"as {service.config.gateway.model_name}")

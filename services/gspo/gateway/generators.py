@@ -67,7 +67,8 @@ class Generators:
             rest.max_tokens -= len(sampled)
             if sampling.seed:  # with the same one the rest would be drawn with the random numbers of the beginning
                 rest.seed += len(sampled)
-            call = SampleRequest(request_id=f"{request_id}.{num_calls}", token_ids=[*context, *sampled], sampling=rest)
+            name = f"{request_id}:{num_calls}.{len(sampled)}"
+            call = SampleRequest(request_id=name, token_ids=[*context, *sampled], sampling=rest)
             num_calls += 1
             async with aclosing(self._pieces(call, session, deadline_s)) as pieces:
                 async for piece in pieces:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from contextvars import ContextVar
 from typing import Any
 
@@ -92,12 +92,28 @@ class PolicyClient:
             RetryableRequestError: No generator has finished the answer in time.
         """
         _check(sampling_params)
-        if (recorder := recorder_of_request.get()) is not None:
-            sampling_params = await recorder.started(sampling_params)
-            session_id = recorder.session.name
-        request = self.input_processor.process_inputs(request_id, prompt, sampling_params, supported_tasks=_TASKS)
-        self.input_processor.assign_request_id(request)
-        self._outputs.add_request(request, prompt.get("prompt"), None, 0, None)
+        async with AsyncExitStack() as ending:
+            if (recorder := recorder_of_request.get()) is not None:
+                ending.push_async_callback(recorder.close)
+                sampling_params = await recorder.started(sampling_params)
+                session_id = recorder.session.name
+            request = self.input_processor.process_inputs(request_id, prompt, sampling_params, supported_tasks=_TASKS)
+            self.input_processor.assign_request_id(request)
+            outputs = self._outputs_of(request, prompt.get("prompt"), sampling_params, session_id, recorder)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+    async def _outputs_of(
+        self,
+        request: EngineCoreRequest,
+        text: str | None,
+        sampling_params: SamplingParams,
+        session_id: str | None,
+        recorder: Recorder | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """vLLM's outputs of the tokens that the generators sample, each recorded before."""
+        self._outputs.add_request(request, text, None, 0, None)
         end = "cancelled"
         try:
             # vLLM has put the defaults of the model into its own copy.

@@ -111,8 +111,8 @@ class AgentRun:
             lease, http, AsyncOpenAI(base_url=f"{url}/v1", **clients), AsyncAnthropic(base_url=url, **clients)
         )
 
-    async def next_entry(self, stream: str, message: Callable[[bytes], Any]) -> Any:
-        async with asyncio.timeout(20):
+    async def next_entry(self, stream: str, message: Callable[[bytes], Any], timeout_s: float = 20.0) -> Any:
+        async with asyncio.timeout(timeout_s):
             while not (entries := await self.redis.xrange(stream, count=1)):
                 await asyncio.sleep(0.05)
         ((entry, fields),) = entries
@@ -263,12 +263,13 @@ async def test_a_rewritten_history_is_a_branch_and_every_token_is_trained_once(r
     rollout = await run.rollout()
     assert (rollout.num_turns, len(rollout.branch_starts)) == (5, 3)
     texts = [TOKENIZER.decode(tokens, skip_special_tokens=True) for tokens, _, _ in branches(rollout)]
-    assert second["content"] in texts[0]
-    assert "Summary" in texts[1]
-    assert first["content"] in texts[2]
-    assert "rewritten" in texts[3]
+    # The conversation of the last request comes first.
+    assert "rewritten" in texts[0]
+    assert second["content"] in texts[1]
+    assert "Summary" in texts[2]
+    assert first["content"] in texts[3]
     # The turn that two branches share counts in the first alone: here as many tokens as the last request had at most.
-    sampled = branches(rollout)[2][1]
+    sampled = branches(rollout)[3][1]
     assert sum(sampled) <= 8
     assert not any(sampled[: len(rollout.prompt.token_ids) + 1])
     assert_log_probs(rollout, {run.gateway.shared.engine.version: run.gateway.shared.folder})
@@ -433,7 +434,7 @@ async def test_a_template_that_hides_thoughts_begins_a_branch(
             await worker.finish()
             rollout = await run.rollout()
     assert len(rollout.branch_starts) == 1
-    assert first["content"] not in TOKENIZER.decode(branches(rollout)[1][0], skip_special_tokens=True)
+    assert first["content"] not in TOKENIZER.decode(branches(rollout)[0][0], skip_special_tokens=True)
     assert_log_probs(rollout, {generator.engine.version: generator.folder})
 
 

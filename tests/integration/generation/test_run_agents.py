@@ -21,7 +21,6 @@ import psutil
 import pytest
 
 from gspo.common.streams.events import Events
-from gspo.common.streams.instances import Instance, Registration
 from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, Event, Finished, Prompt
 from tests.integration.generation.conftest import SharedEngine
 from tests.integration.generation.test_agents import AGENT, FIRST, AgentRun, assert_log_probs, started_run
@@ -73,19 +72,19 @@ print(reply["choices"][0]["message"]["content"])
 
 @asynccontextmanager
 async def playing(
-    generator: SharedEngine, redis_url: str, folder: Path, drain_s: float = 1.0, **agent: Any
+    generator: SharedEngine,
+    redis_url: str,
+    folder: Path,
+    drain_s: float = 1.0,
+    sections: dict[str, Any] | None = None,
+    **agent: Any,
 ) -> AsyncIterator[tuple[AgentRun, subprocess.Popen[bytes]]]:
-    """A run, its gateway in the directory of instances, and the service of its agents, which drains for `drain_s`."""
+    """A run with its gateway, and the service of its agents, which drains for `drain_s`."""
     keys = {**{key: value for key, value in AGENT.items() if key != "external"}, "workers": 2, **agent}
-    async with started_run(generator, redis_url, folder, agent=keys, run={"drain_timeout_s": drain_s}) as run:
-        service = run.gateway.service
-        instance = Instance("gateway", "gateway-0", http=run.gateway.address)
-        beating = asyncio.create_task(
-            Registration(run.redis, run.keys, instance, service.activity, dict).run(), name="heartbeat"
-        )
-        with service_process("agents", service.config, redis_url, "--name", "agents-0") as process:
+    more = {"run": {"drain_timeout_s": drain_s}, **(sections or {})}
+    async with started_run(generator, redis_url, folder, agent=keys, **more) as run:
+        with service_process("agents", run.gateway.service.config, redis_url, "--name", "agents-0") as process:
             yield run, process
-        beating.cancel()
 
 
 def processes_named(argument: str) -> list[int]:

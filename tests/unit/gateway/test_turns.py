@@ -113,11 +113,20 @@ def test_the_first_branch_is_the_conversation_that_reward_functions_see() -> Non
     assert bytes(rollout.mask) == b"\x01\x00\x01"
 
 
+def test_the_first_branch_is_that_of_the_last_request() -> None:
+    """A coding agent asks for a title first, and for a summary or a sub-agent's work between."""
+    title, work, more = [begin("t", "", [1]), tokens("t", 2), end("t")], [begin("w", "", [3]), tokens("w", 4)], [5]
+    rollout = played(*work, *title, end("w"), begin("m", "w", more), tokens("m", 6), end("m"))
+    assert list(rollout.prompt.token_ids) == [3]
+    assert list(rollout.token_ids) == [4, 5, 6, 1, 2]
+    assert list(rollout.branch_starts) == [3]
+
+
 def test_a_rollout_of_too_many_tokens_has_a_failure_in_their_place() -> None:
     turns = Conversation(
         [begin("a", "", [1, 2]), tokens("a", 3), end("a"), begin("b", "", [4]), tokens("b", 5), end("b")]
     )
-    assert len(agent_rollout(SESSION, turns, AgentResult(reward=1.0), "worker", 5).token_ids) == 3
+    assert len(agent_rollout(SESSION, turns, AgentResult(reward=1.0), "worker", 5).token_ids) == 4
     rollout = agent_rollout(SESSION, turns, AgentResult(reward=1.0), "worker", 4)
     assert rollout.episode.failure_kind == TOO_LONG
     assert not (rollout.token_ids or rollout.mask or rollout.branch_starts)

@@ -6,10 +6,11 @@ conversation is rendered; what follows that text follows any answer.
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, Protocol
 
-# No template trims, splits or drops it.
-_TEXT = "the-answer-of-the-policy"
+# No template trims, splits or drops it, and no message has it.
+_TEXT = f"the-answer-of-the-policy-{secrets.token_hex(8)}"
 ANSWER: dict[str, Any] = {"role": "assistant", "content": _TEXT}
 
 

@@ -29,7 +29,7 @@ def agent_rollout(
         worker: The worker that played it.
         most_tokens: Of all branches together. Requests side by side may use more: the rollout then fails.
     """
-    task, branches = session.task, list(conversation.branches())
+    task, branches = session.task, conversation.branches()
     failure = _failure(result, branches)
     rollout = Rollout(
         schema=SCHEMA,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMValidationError
@@ -25,6 +27,9 @@ from gspo_proto.generation_pb2 import SampledTokens
 
 # Below this vLLM takes the likeliest token.
 _LEAST_TEMPERATURE = 1e-5
+# How often it is seen whether requests side by side have freed tokens.
+_LOOK_EVERY_S = 0.1
+T = TypeVar("T")
 # Of the HTTP request that runs now, if it is an agent's; the HTTP server sets it.
 recorder_of_request: ContextVar[Recorder | None] = ContextVar("recorder_of_request", default=None)
 
@@ -50,7 +55,7 @@ class Recorder:
     _token_ids: list[int] = field(default_factory=list)
     _num_behind: int = 0  # tokens of the branch behind its first context, with the new context
     _num_added: int = 0  # tokens that the context adds to the rollout
-    _granted: int = 0
+    _holds: bool = False  # tokens of the rollout, from `started` to the end of the request
 
     async def conversation(self) -> Conversation:
         """The rollout's turns so far."""
@@ -114,16 +119,15 @@ class Recorder:
         sampling = self.session.task.sampling
         algorithm, num_free = self.config.algorithm, sampling.max_tokens - self._num_behind
         most = min(params.max_tokens or num_free, self.config.agent.answer_tokens or num_free, num_free)
-        if most > 0:
-            self._granted = await self._written(self.store.reserve(self.session.key, self._num_added, most))
-        if not self._granted:
+        granted = await self._reserve(most) if most > 0 else 0
+        if not granted:
             limit = f"the rollout has used its {algorithm.longest_rollout} tokens (algorithm.rollout_length of the run)"
             if num_free < 1:
                 limit = f"the conversation has {sampling.max_tokens} tokens (algorithm.response_length of the run)"
             raise VLLMValidationError(f"{limit}. Finish the task", parameter="messages")
         await self._append(begin=self.begin)
         params = params.clone()
-        params.seed, params.max_tokens = None, self._granted  # with one seed a group's rollouts would be the same
+        params.seed, params.max_tokens = None, granted  # with one seed a group's rollouts would be the same
         if not is_client:
             params.temperature, params.top_p, params.min_p = sampling.temperature, sampling.top_p, sampling.min_p
             params.top_k = sampling.top_k
@@ -180,7 +184,28 @@ class Recorder:
         message_json = json.dumps(message, ensure_ascii=False)
         end = TurnEnd(finish=finish, stop=stop, replies=sorted(replies), shown=shown, message_json=message_json)
         await self._append(end=end)
-        await self._written(self.store.give_back(self.session.key, self._granted - len(self._token_ids)))
+        await self._settle(self._num_added + len(self._token_ids))
+
+    async def close(self) -> None:
+        """Free the tokens that the request holds: unless its answer has ended, the rollout does not have them."""
+        with suppress(VLLMValidationError):  # the rollout has ended
+            await self._settle(0)
+
+    async def _reserve(self, most: int) -> int:
+        """Hold tokens for the answer, and wait while requests side by side hold all that are left; 0: none are left."""
+        deadline_s = time.monotonic() + self.config.gateway.request_timeout_s
+        while time.monotonic() < deadline_s:
+            granted = await self._written(self.store.reserve(self.session.key, self._turn, self._num_added, most))
+            if granted is not None:
+                self._holds = bool(granted)
+                return int(granted)
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return 0
+
+    async def _settle(self, used_tokens: int) -> None:
+        if self._holds:
+            self._holds = False
+            await self._written(self.store.settle(self.session.key, self._turn, used_tokens))
 
     def _message(self, text: str) -> tuple[Message, str]:
         """The assistant's message of a text, and its thoughts."""
@@ -205,8 +230,8 @@ class Recorder:
     async def _append(self, **what: Any) -> None:
         await self._written(self.store.append(self.session.key, TurnEntry(turn=self._turn, **what)))
 
-    async def _written(self, write: Any) -> int:
+    async def _written(self, write: Awaitable[T]) -> T:
         try:
-            return int(await write or 0)
+            return await write
         except SessionLostError as error:
             raise VLLMValidationError(str(error)) from error

@@ -29,6 +29,11 @@ class SessionRenderer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        """The renderer's: vLLM asks it whether the chat template may have system messages within a conversation."""
+        return type(self._renderer)
+
     async def render_chat_async(
         self, conversations: Sequence[list[Any]], chat_params: ChatParams, *args: Any, **keys: Any
     ) -> tuple[list[Any], list[Any]]:

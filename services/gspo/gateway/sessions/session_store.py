@@ -16,7 +16,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
-from gspo.common.streams.keys import Keys, rollout_key
+from gspo.common.streams.keys import GATEWAY, Keys, rollout_key
 from gspo.common.streams.token_counts import COUNTING
 from gspo_proto.agent_pb2 import AgentResult, TurnEntry
 from gspo_proto.rollout_pb2 import GroupTask
@@ -48,8 +48,11 @@ end
 """
 
 # The beginning of the scripts below. KEYS: hash, turns. ARGV[1] is the secret.
-_PLAYS = """
-if redis.call('HGET', KEYS[1], 'secret') ~= ARGV[1] or redis.call('HEXISTS', KEYS[1], 'result') == 1 then return -1 end
+_NOT_PLAYED = -1
+_PLAYS = f"""
+if redis.call('HGET', KEYS[1], 'secret') ~= ARGV[1] or redis.call('HEXISTS', KEYS[1], 'result') == 1 then
+  return {_NOT_PLAYED}
+end
 """
 
 # ARGV: secret, then fields and values.
@@ -70,12 +73,25 @@ end
 return 1
 """
 
-# ARGV: secret, tokens of the context, tokens of the answer at most. Returns the tokens that the answer may have.
-_RESERVE = """
+# The tokens that a request in flight may yet use are in a field of their own, which names the gateway of the request.
+# If it dies, they are free again. ARGV: secret, tokens of the context, tokens of the answer at most, that field,
+# prefix of the gateways' heartbeats. Returns the tokens that the answer may have.
+_RESERVED = "reserved:"
+_NONE_FREE, _ALL_RESERVED = 0, -2
+_RESERVE = f"""
 local free = tonumber(redis.call('HGET', KEYS[1], 'free')) - ARGV[2]
-if free < 1 then return 0 end
+if free < 1 then return {_NONE_FREE} end
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+  local gateway = string.match(field, '^{_RESERVED}(%w+):')
+  if gateway and redis.call('EXISTS', ARGV[5] .. gateway) == 1 then
+    free = free - redis.call('HGET', KEYS[1], field)
+  elseif gateway then
+    redis.call('HDEL', KEYS[1], field)
+  end
+end
+if free < 1 then return {_ALL_RESERVED} end
 local granted = math.min(free, tonumber(ARGV[3]))
-redis.call('HSET', KEYS[1], 'free', free - granted)
+redis.call('HSET', KEYS[1], ARGV[4], ARGV[2] + granted)
 return granted
 """
 
@@ -85,8 +101,12 @@ redis.call('HSETNX', KEYS[1], 'temperature', ARGV[2])
 return redis.call('HGET', KEYS[1], 'temperature') == ARGV[2] and 1 or 0
 """
 
-# ARGV: secret, tokens that an answer did not use.
-_RETURN = "return redis.call('HINCRBY', KEYS[1], 'free', ARGV[2])"
+# ARGV: secret, field of a request, tokens that it has used.
+_SETTLE = """
+redis.call('HDEL', KEYS[1], ARGV[2])
+redis.call('HSET', KEYS[1], 'free', redis.call('HGET', KEYS[1], 'free') - ARGV[3])
+return 1
+"""
 
 # KEYS: hash, turns, open list, tokens, rollout_tokens. ARGV: name, time. Opens a rollout again if its worker's lease
 # has ended.
@@ -95,13 +115,16 @@ local lease_end = redis.call('HGET', KEYS[1], 'until')
 if not lease_end or tonumber(lease_end) > tonumber(ARGV[2]) then return 0 end
 if redis.call('HEXISTS', KEYS[1], 'result') == 1 then return 0 end
 redis.call('HDEL', KEYS[1], 'secret', 'until', 'temperature')
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if string.find(field, '^RESERVED') then redis.call('HDEL', KEYS[1], field) end
+end
 redis.call('DEL', KEYS[2])
 redis.call('RPUSH', KEYS[3], ARGV[1])
 if select(4, rollout_tokens(KEYS[5], ARGV[1])) then
   record(KEYS[4], KEYS[5], ARGV[1], 'reopened', 0, 0, 0, '0')
 end
 return redis.call('HINCRBY', KEYS[1], 'attempt', 1)
-"""
+""".replace("RESERVED", _RESERVED)
 
 
 class SessionLostError(Exception):
@@ -156,17 +179,18 @@ class SessionStore:
 
     Args:
         lease_s: A worker that is silent for so long loses its rollout.
+        uid: Of this gateway.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, lease_s: float) -> None:
-        self._redis, self._keys, self._lease_s = redis, keys, lease_s
+    def __init__(self, redis: Redis, keys: Keys, lease_s: float, uid: str) -> None:
+        self._redis, self._keys, self._lease_s, self._uid = redis, keys, lease_s, uid
         self._open_script = redis.register_script(_OPEN)
         self._lease_script = redis.register_script(_LEASE)
         self._write_script = redis.register_script(_PLAYS + _WRITE)
         self._append_script = redis.register_script(_PLAYS + COUNTING + _APPEND)
         self._reserve_script = redis.register_script(_PLAYS + _RESERVE)
         self._agree_script = redis.register_script(_PLAYS + _AGREE)
-        self._return_script = redis.register_script(_PLAYS + _RETURN)
+        self._settle_script = redis.register_script(_PLAYS + _SETTLE)
         self._reopen_script = redis.register_script(COUNTING + _REOPEN)
 
     async def open(self, task: GroupTask, number: int, free_tokens: int) -> None:
@@ -244,13 +268,30 @@ class SessionStore:
         args = time.time() + self._lease_s, _KEPT_S, entry.SerializeToString(), name, num_tokens, int(":" in name)
         await self._run(self._append_script, key, *args, ledger=True)
 
-    async def reserve(self, key: str, context_tokens: int, answer_tokens: int) -> int:
-        """The tokens that an answer may have, of those that the rollout has not used; 0 if none are left.
+    async def reserve(self, key: str, turn: str, context_tokens: int, answer_tokens: int) -> int | None:
+        """Hold tokens for a request; the tokens that its answer may have.
+
+        Returns:
+            0 if finished requests have used them all; None if requests in flight hold the rest.
 
         Raises:
             SessionLostError: As `session`.
         """
-        return await self._run(self._reserve_script, key, context_tokens, answer_tokens)
+        gateways = self._keys.instance(GATEWAY, "")
+        args = [context_tokens, answer_tokens, self._reserved(turn), gateways]
+        granted = await self._run(self._reserve_script, key, *args)
+        return None if granted == _ALL_RESERVED else granted
+
+    async def settle(self, key: str, turn: str, used_tokens: int) -> None:
+        """End what `reserve` holds for a request.
+
+        Args:
+            used_tokens: Of its context and its answer; 0 if the rollout does not have them.
+
+        Raises:
+            SessionLostError: As `session`.
+        """
+        await self._run(self._settle_script, key, self._reserved(turn), used_tokens)
 
     async def agree(self, key: str, temperature: float) -> bool:
         """Note the temperature of a request; returns whether all requests of the rollout have had it.
@@ -259,14 +300,6 @@ class SessionStore:
             SessionLostError: As `session`.
         """
         return bool(await self._run(self._agree_script, key, repr(temperature)))
-
-    async def give_back(self, key: str, num_tokens: int) -> None:
-        """Return reserved tokens that an answer did not use.
-
-        Raises:
-            SessionLostError: As `session`.
-        """
-        await self._run(self._return_script, key, num_tokens)
 
     async def turns(self, name: str) -> list[TurnEntry]:
         """All that is written of a rollout's turns."""
@@ -300,13 +333,16 @@ class SessionStore:
         name, secret = _parts(key)
         keys = [self._hash(name), self._turns(name), *(self._ledger if ledger else ())]
         reply = int(await script(keys, [secret, *args]))
-        if reply < 0:
+        if reply == _NOT_PLAYED:
             raise SessionLostError
         return reply
 
     @property
     def _ledger(self) -> list[str]:
         return [self._keys.tokens, self._keys.rollout_tokens]
+
+    def _reserved(self, turn: str) -> str:
+        return f"{_RESERVED}{self._uid}:{turn}"
 
     def _hash(self, name: str) -> str:
         return self._keys.key(f"agent:{name}")

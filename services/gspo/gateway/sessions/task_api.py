@@ -16,7 +16,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from gspo.common.network.caller_key import WRONG_KEY, caller_key, is_token, refuse_key
-from gspo.common.network.http_server import ASGIApp, Receive, Scope, Send
+from gspo.common.network.http_server import ASGIApp, Receive, Scope, Send, reply
 from gspo.common.service.app import Service
 from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
 from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
@@ -135,7 +135,9 @@ class CallerKeys:
         self._app, self._token, self._store, self._recorder = app, token, store, recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if why := await self._refusal(caller_key(scope), scope["path"]):
+        if scope["path"] == "/":  # clients see by it, without a key, whether the address answers
+            await reply(send, 200, {"status": "alive"})
+        elif why := await self._refusal(caller_key(scope), scope["path"]):
             await refuse_key(scope, send, why)
         else:
             await self._app(scope, receive, send)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,12 +103,15 @@ class Conversation:
         """Whether a request continues this turn already."""
         return turn is not None and any(other.before is turn for other in self.turns.values())
 
-    def branches(self) -> Iterator[list[RecordedTurn]]:
-        """The finished turns as branches, each from its beginning to a turn that no other continues."""
+    def branches(self) -> list[list[RecordedTurn]]:
+        """The finished turns as branches, each from its beginning to a turn that no other continues.
+
+        The branch of the last request comes first: it is the conversation that the agent ended with, where others are
+        titles, sub-agents, or what a summary has replaced. The others follow in the order of their ends.
+        """
         continued = {turn.before for turn in self.finished}
-        for turn in self.finished:
-            if turn not in continued:
-                yield turn.line
+        lines = [turn.line for turn in self.finished if turn not in continued]
+        return [*lines[-1:], *lines[:-1]]
 
 
 def _is_shown(last: RecordedTurn, shown: str) -> bool:

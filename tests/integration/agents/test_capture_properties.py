@@ -1,0 +1,231 @@
+"""Capture against a model: any order of requests, retries, cancelled streams and rewritten histories, on a real Redis.
+
+After each step the rollout has the tokens of the finished requests, each once, behind the tokens that the engine had
+before it. Not here: vLLM's APIs (tests/integration/generation/test_agents.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from redis.asyncio import Redis
+from vllm import SamplingParams
+
+from gspo.common.streams.keys import GATEWAY, Keys
+from gspo.gateway.sessions.agent_rollout import NO_TURN, agent_rollout
+from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
+from gspo.gateway.sessions.session_renderer import SessionRenderer
+from gspo.gateway.sessions.session_store import SessionStore
+from gspo.gateway.sessions.turns import Conversation, Message
+from gspo_proto.agent_pb2 import AgentResult
+from gspo_proto.generation_pb2 import SampledTokens
+from gspo_proto.rollout_pb2 import GroupTask, Prompt, Sampling
+from tests.support.service_process import make_run
+from tests.support.tiny_model import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+END, BEGIN = TOKENIZER.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+LENGTHS = {"prompt_length": 8192, "response_length": 8192, "rollout_length": 1_000_000}
+ASKED: Message = {"role": "user", "content": "Begin."}
+WORDS = st.sampled_from(["a", "b", " c", "d ", "the-answer-of-the-policy", "\n"])
+T = TypeVar("T")
+
+
+class TemplateRenderer:
+    """Renders by the tokenizer's chat template, as vLLM's renderer does."""
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer."""
+        return TOKENIZER
+
+    async def render_messages_async(self, messages: list[Message], _params: Any) -> tuple[Any, dict[str, Any]]:
+        """The text."""
+        return messages, {"prompt": rendered(messages)}
+
+    async def render_chat_async(self, conversations: list[list[Message]], _params: Any) -> tuple[Any, list[Any]]:
+        """The tokens of each."""
+        texts = [rendered(messages) for messages in conversations]
+        return conversations, [{"prompt_token_ids": TOKENIZER.encode(text, add_special_tokens=False)} for text in texts]
+
+
+def rendered(messages: list[Message]) -> str:
+    return str(TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+@dataclass
+class Asked:
+    """A request, and what the engine samples for it."""
+
+    messages: list[Message]
+    recorder: Recorder
+    context: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+
+
+class Agent(RuleBasedStateMachine):
+    """An agent that plays one rollout, with requests side by side."""
+
+    url, folder = "", Path()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.redis = Redis.from_url(self.url, protocol=2)
+        agents: dict[str, Any] = {"gateway": {"replicas": 1}, "agent": {"external": True}}
+        self.config = make_run(self.folder, self.folder, algorithm=LENGTHS, **agents)
+        keys = Keys(f"capture-{uuid.uuid4().hex}")
+        self.store = SessionStore(self.redis, keys, 600.0, "gateway1")
+        task = GroupTask(group=1, num_rollouts=1, prompt=Prompt(token_ids=[1]), sampling=Sampling(temperature=1.0))
+        task.sampling.max_tokens = LENGTHS["response_length"]
+        self.run(self.redis.set(keys.instance(GATEWAY, "gateway1"), "{}"))
+        self.run(self.redis.hset(keys.open, "1", "{}"))
+        self.run(self.store.open(task, 0, LENGTHS["rollout_length"]))
+        session = self.run(self.store.lease("worker"))
+        assert session is not None
+        self.session, self.renderer = session, SessionRenderer(TemplateRenderer())  # type: ignore[arg-type]
+        self.numbers = itertools.count(1)
+        self.sent: list[list[Message]] = []
+        self.histories: list[list[Message]] = [[ASKED]]
+        self.in_flight: list[Asked] = []
+        self.finished: list[Asked] = []
+        self.is_plain = True
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine."""
+        return self.loop.run_until_complete(work)
+
+    @rule(number=st.integers(0), words=WORDS)
+    def ask(self, number: int, words: str) -> None:
+        """Go on with one of the histories so far, or with the first question."""
+        history = self.histories[number % len(self.histories)]
+        is_answered = history[-1]["role"] == "assistant"
+        self._send([*history, {"role": "user", "content": words}] if is_answered else history)
+
+    @precondition(lambda self: self.sent)
+    @rule(number=st.integers(0))
+    def retry(self, number: int) -> None:
+        """Send a request again, whether it was answered, cancelled or is in flight."""
+        self._send(self.sent[number % len(self.sent)])
+
+    @precondition(lambda self: self.sent)
+    @rule(number=st.integers(0), place=st.integers(0), words=WORDS)
+    def rewrite(self, number: int, place: int, words: str) -> None:
+        """Send a history with another text in one place."""
+        messages = list(self.sent[number % len(self.sent)])
+        place %= len(messages)
+        messages[place] = {**messages[place], "content": words}
+        self._send(messages)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(number=st.integers(0), text=st.text("xy \n", min_size=1, max_size=3), opens=st.integers(0, 19))
+    def sample(self, number: int, text: str, opens: int) -> None:
+        """A piece of an answer; one of twenty has the token that begins a message."""
+        token_ids = TOKENIZER.encode(text, add_special_tokens=False)
+        if not opens:
+            token_ids.append(BEGIN)
+            self.is_plain = False
+        self._add(self.in_flight[number % len(self.in_flight)], token_ids, "")
+
+    @precondition(lambda self: self.in_flight)
+    @rule(number=st.integers(0), is_whole=st.booleans(), strips=st.booleans())
+    def finish(self, number: int, is_whole: bool, strips: bool) -> None:
+        """The end of an answer, by the policy's own token or cut off; clients may strip its text."""
+        asked = self.in_flight.pop(number % len(self.in_flight))
+        finish = "stop" if is_whole else "length"
+        if is_whole or not asked.token_ids:
+            self._add(asked, [END] if is_whole else TOKENIZER.encode("z", add_special_tokens=False), finish)
+        self.run(asked.recorder.end(finish, "", skip_special_tokens=True))
+        self.run(asked.recorder.close())
+        text = TOKENIZER.decode(asked.token_ids, skip_special_tokens=True)
+        self.is_plain = self.is_plain and (not strips or text == text.strip())
+        self.finished.append(asked)
+        reply = {"role": "assistant", "content": text.strip() if strips else text}
+        self.histories.append([*asked.messages, reply])
+
+    @precondition(lambda self: self.in_flight)
+    @rule(number=st.integers(0))
+    def cancel(self, number: int) -> None:
+        """The client hangs up."""
+        self.run(self.in_flight.pop(number % len(self.in_flight)).recorder.close())
+
+    @invariant()
+    def each_token_of_a_finished_request_is_trained_once_behind_what_the_engine_had(self) -> None:
+        """The rollout of the turns so far."""
+        turns = Conversation(self.run(self.store.turns(self.session.name)))
+        rollout = agent_rollout(self.session, turns, AgentResult(reward=1.0), "worker", LENGTHS["rollout_length"])
+        if not self.finished:
+            assert rollout.episode.failure_kind == NO_TURN
+            return
+        lines = {
+            logp: [*asked.context, *asked.token_ids[: place + 1]]
+            for asked in self.finished
+            for place, logp in enumerate(asked.logp)
+        }
+        trained = [logp for logp, counts in zip(rollout.logp, rollout.mask, strict=True) if counts]
+        assert Counter(trained) == Counter(list(lines))
+        bounds = [0, *rollout.branch_starts, len(rollout.token_ids)]
+        for number, (first, last) in enumerate(pairwise(bounds)):
+            before = [] if number else list(rollout.prompt.token_ids)
+            branch = [*before, *rollout.token_ids[first:last]]
+            for place in range(first, last):
+                if rollout.mask[place]:
+                    assert branch[: len(before) + place - first + 1] == lines[rollout.logp[place]]
+                    assert rollout.version[place] == 5
+                else:
+                    assert (rollout.logp[place], rollout.version[place]) == (0.0, -1)
+
+    @invariant()
+    def what_is_not_in_flight_holds_no_tokens(self) -> None:
+        """The rollout's free tokens are those that its finished requests do not have."""
+        fields: Any = self.run(self.redis.hgetall(self.store._hash(self.session.name)))
+        assert sum(field.startswith(b"reserved:") for field in fields) == len(self.in_flight)
+
+    def teardown(self) -> None:
+        """Leave nothing."""
+        self.run(self.store.forget([self.session.name]))
+        self.run(self.redis.aclose())
+        self.loop.close()
+
+    def _send(self, messages: list[Message]) -> None:
+        recorder = Recorder(self.session, self.store, self.config, TOKENIZER, None)
+
+        async def started() -> list[int]:
+            recorder_of_request.set(recorder)
+            params: Any = SimpleNamespace(chat_template_kwargs={"tools": None})
+            _, (prompt,) = await self.renderer.render_chat_async([messages], params)
+            await recorder.started(SamplingParams(max_tokens=100))
+            return list(prompt["prompt_token_ids"])
+
+        context = self.run(started())
+        if self.is_plain:
+            assert TOKENIZER.decode(context) == rendered(messages), "the engine sees another text than the client sent"
+        self.sent.append(messages)
+        self.in_flight.append(Asked(messages, recorder, context))
+
+    def _add(self, asked: Asked, token_ids: list[int], finish: str) -> None:
+        logp = [-next(self.numbers) / 1024 for _ in token_ids]
+        version = [5] * len(token_ids)
+        self.run(asked.recorder.add(SampledTokens(token_ids=token_ids, logp=logp, version=version, finish=finish)))
+        asked.token_ids += token_ids
+        asked.logp += logp
+
+
+@pytest.mark.timeout(600)
+def test_the_branches_are_exactly_what_was_sampled(redis_url: str, tmp_path: Path) -> None:
+    Agent.url, Agent.folder = redis_url, tmp_path
+    few = settings(stateful_step_count=25, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Agent, settings=few)  # type: ignore[no-untyped-call]

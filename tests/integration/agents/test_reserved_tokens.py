@@ -1,0 +1,69 @@
+"""The tokens of a rollout that requests in flight reserve: side by side, at their ends, and with a lost gateway."""
+
+from __future__ import annotations
+
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+
+from gspo.common.streams.keys import GATEWAY, Keys
+from gspo.gateway.sessions.session_store import Session, SessionStore
+from gspo_proto.rollout_pb2 import GroupTask
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+FREE = 100
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def stores(redis: Redis, keys: Keys) -> list[SessionStore]:
+    """Those of two gateways that run."""
+    for uid in ("one", "two"):
+        await redis.set(keys.instance(GATEWAY, uid), "{}")
+    return [SessionStore(redis, keys, 60.0, uid) for uid in ("one", "two")]
+
+
+async def leased(redis: Redis, keys: Keys, store: SessionStore) -> Session:
+    await redis.hset(keys.open, "7", "{}")
+    await store.open(GroupTask(group=7, num_rollouts=1), 0, FREE)
+    session = await store.lease("worker")
+    assert session is not None
+    return session
+
+
+async def test_requests_side_by_side_share_what_is_left(redis: Redis, keys: Keys, stores: list[SessionStore]) -> None:
+    first, second = stores
+    key = (await leased(redis, keys, first)).key
+    assert await first.reserve(key, "a", 10, 50) == 50
+    assert await second.reserve(key, "b", 10, 50) == 30
+    assert await second.reserve(key, "c", 1, 50) is None, "the others may end with less"
+    await first.settle(key, "a", 10 + 5)
+    assert await second.reserve(key, "c", 5, 90) == 100 - 15 - 40 - 5
+    await second.settle(key, "b", 0)  # cancelled
+    await second.settle(key, "c", 5 + 40)
+    assert await first.reserve(key, "d", 20, 90) == 100 - 15 - 45 - 20
+    await first.settle(key, "d", 40)
+    assert await first.reserve(key, "e", 1, 1) == 0, "finished requests have them all"
+
+
+async def test_the_tokens_of_a_lost_gateway_are_free_again(
+    redis: Redis, keys: Keys, stores: list[SessionStore]
+) -> None:
+    first, second = stores
+    key = (await leased(redis, keys, first)).key
+    assert await first.reserve(key, "a", 10, 500) == 90
+    assert await second.reserve(key, "a", 10, 500) is None
+    await redis.delete(keys.instance(GATEWAY, "one"))
+    assert await second.reserve(key, "a", 10, 500) == 90
+
+
+async def test_the_next_attempt_has_every_token(redis: Redis, keys: Keys, stores: list[SessionStore]) -> None:
+    first, second = stores
+    session = await leased(redis, keys, first)
+    assert await first.reserve(session.key, "a", 10, 40) == 40
+    await first.settle(session.key, "a", 50)
+    assert await first.reserve(session.key, "b", 10, 40) == 40
+    await first.release(session.key)
+    assert await first.reopen(session.name) == 2
+    again = await second.lease("another")
+    assert again is not None
+    assert await second.reserve(again.key, "c", 0, 500) == FREE
