@@ -21,8 +21,8 @@ from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import GATEWAY
 
 _CHUNK_BYTES = 65536
-# Connections of one relay at a time; further ones wait.
-_MAX_CONNECTIONS = 64
+# Connections of one sandbox at a time; further ones wait.
+MAX_CONNECTIONS = 64
 _CONNECT_S = 10.0
 # A gateway may be restarting; clients see one slow answer.
 _GATEWAY_PATIENCE_S, _LOOK_EVERY_S = 60.0, 0.5
@@ -37,11 +37,12 @@ class Relay:
 
     Args:
         name: Of its address, in logs.
+        max_connections: At a time; further ones wait.
     """
 
-    def __init__(self, listening: socket.socket, name: str, dial: Dial) -> None:
+    def __init__(self, listening: socket.socket, name: str, dial: Dial, max_connections: int = MAX_CONNECTIONS) -> None:
         self._listening, self._name, self._dial = listening, name, dial
-        self._slots = asyncio.Semaphore(_MAX_CONNECTIONS)
+        self._slots = asyncio.Semaphore(max_connections)
         self._server: asyncio.Server | None = None
         self._passing: set[asyncio.Task[None]] = set()
 

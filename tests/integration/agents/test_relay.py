@@ -1,0 +1,35 @@
+"""A relay with many connections at a time: those that it may have are served side by side, and others wait."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from gspo.agents.relay import Relay
+
+pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
+
+
+async def test_as_many_connections_as_it_may_have_are_served_side_by_side() -> None:
+    served = asyncio.Semaphore(0)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.release()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        listening = socket.create_server(("127.0.0.1", 0))
+        async with Relay(listening, "gateway", lambda: asyncio.open_connection("127.0.0.1", port), 80):
+            opened = [await asyncio.open_connection(*listening.getsockname()) for _ in range(81)]
+            for _ in range(80):
+                await served.acquire()
+            await asyncio.sleep(0.1)
+            assert served.locked(), "the relay has more connections than it may"
+            opened[0][1].close()
+            await served.acquire()
+            for _, writer in opened:
+                writer.close()
