@@ -13,6 +13,7 @@ from benchmarks import DOCS
 from benchmarks.__main__ import SECTIONS, app
 from benchmarks.engine.draft_rates import DRAFTS
 from benchmarks.engine.token_rate import ENGINE
+from benchmarks.gateway.overhead import GATEWAY
 from benchmarks.harness.page import GENERATED, write_page
 from benchmarks.harness.section import PageSection
 from benchmarks.harness.tables import side_by_side, table
@@ -164,6 +165,25 @@ def test_processor_time_in_the_pipeline_is_that_of_one_rollout_over_all_replicas
     assert rates[2][1:] == ["2,000", "0.05", "0.40", "0.10", "0.30", "0.15", "1.00"]
     assert quarters(pd.Series(mib)).tolist() == [100.0, 110.0, 110.0, 120.0]
     assert memory[1:] == [["reward-0", "100", "110", "110", "120", "20%"]]
+
+
+def test_the_gateway_is_compared_with_vllms_server_pair_by_pair() -> None:
+    # The machine was half as fast in the second pair, and gspo alone late in the third.
+    figures = (("vllm", (100.0, 50.0, 80.0)), ("gspo", (90.0, 50.0, 40.0)))
+    first_s = {"vllm": (0.010, 0.020, 0.010), "gspo": (0.014, 0.030, 0.013)}
+    rounds = [
+        {
+            "clients": 1,
+            "pair": pair,
+            "server": server,
+            "tokens_per_s": rate,
+            "first_s": [0.001, first_s[server][pair], 9],
+        }
+        for server, rates in figures
+        for pair, rate in enumerate(rates)
+    ]
+    ((_, row),) = tables(GATEWAY, {"gateway": [{"model": "small", "parameters": 3_200_000, "rounds": rounds}]})
+    assert row == ["3.2 M parameters, 1 client", "80", "50", "0.90", "0.50", "1.00", "10.0", "+4.0"]
 
 
 def test_the_sandbox_is_compared_with_its_baselines() -> None:
