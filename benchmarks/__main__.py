@@ -22,6 +22,7 @@ from benchmarks.chaos.arithmetic import chaos_engines
 from benchmarks.chaos.command import chaos
 from benchmarks.engine.draft_rates import DRAFTS
 from benchmarks.engine.token_rate import ENGINE
+from benchmarks.gateway.overhead import GATEWAY
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.page import write_page
 from benchmarks.harness.section import Effort, PageSection, Record, load_results, save_results
@@ -43,7 +44,7 @@ from gspo.cli.processes.exit_codes import RunError
 
 SECTIONS = (
     *(ENGINE, DRAFTS, LEARNER, LOGPROBS, START, SYSTEM),
-    *(TAIL, PIPELINE, REWARD, LEARNING, DISTILLATION, CURRICULUM, PUSH, VIEW),
+    *(TAIL, PIPELINE, GATEWAY, REWARD, LEARNING, DISTILLATION, CURRICULUM, PUSH, VIEW),
 )
 _NAMES = ", ".join(section.name for section in SECTIONS)
 _BUSY_SHARE = 0.1
