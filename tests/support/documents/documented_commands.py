@@ -29,8 +29,12 @@ DOCUMENTS = (
 )
 # Programs whose options this repository does not know, each with the reason.
 OTHERS = {
-    **dict.fromkeys(("export", "printf", "cat", "umask", "grep", "wait", "nano"), "the shell's and the system's"),
+    **dict.fromkeys(
+        ("export", "printf", "cat", "umask", "grep", "wait", "nano", "sh", "echo", "exit"),
+        "the shell's and the system's",
+    ),
     **dict.fromkeys(("openssl", "redis-server", "ssh", "kubectl", "promtool"), "another project's"),
+    **dict.fromkeys(("./claude", "./opencode"), "an agent that the reader installs"),
     "vllm": "vLLM's server, of another environment than these tests",
 }
 _PROGRAMS = ("gspo", "make", "python", "python3", "pip", "cuda/bin/pip", "docker", "curl", "cp", "sbatch", "torchrun")
@@ -92,6 +96,7 @@ def _is_command(text: str) -> bool:
 
 def _simple_commands(text: str) -> Iterator[str]:
     """The commands of a block between the shell's operators; a loop's words are left out."""
+    text = re.sub(r"<<-? ?'?(\w+)'?(.*?)^\s*\1$", "", text, flags=re.MULTILINE | re.DOTALL)  # a text for a program
     # Without the values of arrays, whose brackets are no subshell.
     for line in re.sub(r"\w+=\([^)]*\)", "", text.replace("\\\n", " ")).splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="();|&<>")
