@@ -41,7 +41,7 @@ from gspo.view.page_text import (
     token_decoder,
     visible,
 )
-from gspo.view.replays.replay_pages import add_replays
+from gspo.view.replays.replay_api import add_replays
 from gspo.view.viewed_run import Overview, ViewedRun
 
 _TEMPLATES = Path(__file__).parent / "templates"

@@ -31,7 +31,7 @@ FIGURES = ("loss", "grad_norm", "clipped_sequences")
 
 
 @dataclass(frozen=True)
-class ReplayResult:
+class CommandResult:
     """The end of a call of `gspo replay`."""
 
     code: int
@@ -51,9 +51,9 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-P", "-m", "gspo.cli", "replay", *map(str, words)]
 
 
-def replay(*words: object) -> ReplayResult:
+def replay(*words: object) -> CommandResult:
     done = subprocess.run(command(*words), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    return ReplayResult(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The pages of replays: each result.json in `replays/` of the run directory, beside the recorded figures.
+"""Results of replays: each result.json in `replays/` of the run directory.
 
 `gspo replay` computes the comparison; nothing is compared here.
 """
@@ -8,13 +8,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException
-from fastapi import Path as InPath
-from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 RESULT_NAME, REPLAYS = "result.json", "replays"
@@ -25,10 +21,9 @@ FIGURES = {
     "clipped_tokens": ("Are as many tokens clipped?", True),
     "grad_norm": ("Is the gradient as large?", False),
 }
-_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 _COLOURS = {"recorded": "#0072B2", "replayed": "#D55E00"}
 _DIGEST = "digest"
-NamePath = Annotated[str, InPath(pattern=f"^{_NAME.pattern}$")]
 Number = Annotated[float, Field(allow_inf_nan=True)]
 
 
@@ -107,7 +102,7 @@ def _finite(value: float | str | None) -> float | None:
 
 def replay_names(run_dir: Path) -> list[str]:
     """The finished replays in the run directory, the newest first."""
-    results = [path for path in run_dir.glob(f"{REPLAYS}/*/{RESULT_NAME}") if _NAME.fullmatch(path.parent.name)]
+    results = [path for path in run_dir.glob(f"{REPLAYS}/*/{RESULT_NAME}") if NAME.fullmatch(path.parent.name)]
     return [path.parent.name for path in sorted(results, key=lambda path: path.stat().st_mtime, reverse=True)]
 
 
@@ -125,35 +120,3 @@ def read_result(run_dir: Path, name: str) -> ReplayResult:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise ValueError(f"{REPLAYS}/{name}/{RESULT_NAME}: {place}: {first['msg']}; replay again") from error
-
-
-def add_replays(app: FastAPI, page: Callable[..., HTMLResponse], run_dir: Path) -> None:
-    """Add the pages of a run's replays."""
-
-    @app.get("/replays")
-    def all_replays() -> HTMLResponse:
-        return page("replays.html", replays=list(_readable(run_dir)))
-
-    @app.get("/replays/{name}")
-    def one_replay(name: NamePath) -> HTMLResponse:
-        return page("replay.html", name=name, result=_existing(run_dir, name))
-
-    @app.get("/api/replays/{name}")
-    def curves(name: NamePath) -> JSONResponse:
-        return JSONResponse(_existing(run_dir, name).curves())
-
-
-def _readable(run_dir: Path) -> Iterator[tuple[str, ReplayResult | None, str]]:
-    """Name, result, and why there is none, of each replay."""
-    for name in replay_names(run_dir):
-        try:
-            yield name, read_result(run_dir, name), ""
-        except (OSError, ValueError) as error:
-            yield name, None, str(error)
-
-
-def _existing(run_dir: Path, name: str) -> ReplayResult:
-    try:
-        return read_result(run_dir, name)
-    except OSError as error:
-        raise HTTPException(404, f"{REPLAYS} of the run directory has no finished replay {name}") from error
