@@ -98,17 +98,14 @@ def test_the_first_commands_of_a_reader_run(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "path" / "to" / "model")
 
     def gspo(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "gspo.cli", *words], cwd=tmp_path, text=True, capture_output=True, check=False,
-            timeout=_COMMAND_S,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "gspo.cli", *words]
+        return subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False, timeout=_COMMAND_S)
 
     example = gspo("init", "my-run", "--model", str(model))
     assert example.returncode == 0, example.stderr
-    assert {path.name for path in (tmp_path / "my-run").iterdir()} == {
-        "config.yaml", "reward.py", "prompts.jsonl", "eval.jsonl"
-    }  # fmt: skip
+    files = {path.name for path in (tmp_path / "my-run").iterdir()}
+    assert files == {"config.yaml", "reward.py", "prompts.jsonl", "eval.jsonl"}
     assert "learner.token_records" in gspo("config", "learner.token_records").stdout
-    plan = gspo("plan", str(model), "--gpus", "8", "--gpu-memory", "80")
+    plan = gspo("plan", str(model), "--gpus", "8", "--gpu-memory", "80", "--context", "512")
     assert plan.returncode == 0, plan.stderr
     assert gspo("status", "my-run").returncode == 2, "it has not run"
