@@ -88,6 +88,34 @@ def test_the_page_shows_the_pushes_of_the_newest_versions(client: TestClient) ->
     assert "1 pushes of the run failed" in text
 
 
+def test_warnings_link_the_first_and_the_last_step_of_each(config: Config, tmp_path: Path) -> None:
+    write_config(config, tmp_path / CONFIG_NAME)
+    client = TestClient(make_page([ViewedRun("run", tmp_path, RunOverview(tmp_path))], []), base_url="http://127.0.0.1")
+    with RunDir(tmp_path) as run:
+        train(run, 1, 10, clipped_sequences=0.1)
+        assert 'id="warnings"' not in client.get("/").text
+        train(run, 11, 22, noise_share=0.4, clipped_sequences=0.5)
+        train(run, 23, 23, noise_share=0.0, clipped_sequences=0.5)
+    text = " ".join(client.get("/").text.split())
+    warnings = text[text.index('id="warnings"') : text.index("</section>", text.index('id="warnings"'))]
+    noise, clip = (next(item for item in warnings.split("<li>") if words in item) for words in ("alone", "lost"))
+    assert (
+        'First at <a href="/rollouts?step=11">step 11</a>, last at <a href="/rollouts?step=22">step 22</a>, 12' in noise
+    )
+    assert "generation.dtype" in noise or "old_logprobs: recompute" in noise, "each has its fix"
+    assert 'First at <a href="/rollouts?step=20">step 20</a>' in clip, "the tenth such step"
+    assert client.get("/rollouts?step=20").status_code == 200
+
+
+def test_the_page_says_what_each_service_did_last(client: TestClient, run_dir: Path) -> None:
+    assert 'id="services"' not in client.get("/").text
+    (run_dir / "services").mkdir()
+    (run_dir / "services" / "reward-0.log").write_text('{"event": "bad_input", "reason": "<script>"}\n')
+    text = " ".join(client.get("/").text.split())
+    assert '<th scope="row">reward-0</th><td></td><td class="what">bad input: &lt;script&gt;</td>' in text
+    assert "No service of the run has a heartbeat. These are the last records in their logs" in text
+
+
 def test_a_run_without_a_step_has_a_page(config: Config, tmp_path: Path) -> None:
     write_config(config, tmp_path / CONFIG_NAME)
     (tmp_path / "log").mkdir()

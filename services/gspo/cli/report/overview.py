@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo.cli.monitor.service_states import service_states
 from gspo.cli.report.history import SETTLEMENTS, RunHistory
 from gspo.cli.report.panels import Layer, Panel
 from gspo.cli.report.plots import PLOTS, Plot
@@ -61,6 +62,7 @@ class RunOverview:
             "ledger": history.ledger,
             "pushes": history.pushes[: -_PUSHES_SHOWN - 1 : -1],
             "num_failed_pushes": sum(record.failures for record in history.pushes),
+            "services": service_states(self._run_dir, history.config),
             "endings": [(name, summary["groups"][name]) for name in (*SETTLEMENTS, "open")],
         }
 
