@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException
 from fastapi import Path as InPath
@@ -14,8 +14,14 @@ from gspo.view.function_versions import FunctionVersion, RunFunctions, differenc
 VersionPath = Annotated[str, InPath(pattern=r"^[0-9A-Za-z._-]{1,64}$")]
 
 
-def add_functions(app: FastAPI, page: Callable[..., HTMLResponse], functions: RunFunctions) -> None:
-    """Add the pages of a run's functions."""
+def add_functions(
+    app: FastAPI, page: Callable[..., HTMLResponse], functions: RunFunctions, trial: dict[str, Any]
+) -> None:
+    """Add the pages of a run's functions.
+
+    Args:
+        trial: Of the page of a version: `trial_s`, `steps` and `most` of a trial; `trial_s` is None without trials.
+    """
 
     @app.get("/functions")
     def all_functions() -> HTMLResponse:
@@ -29,7 +35,7 @@ def add_functions(app: FastAPI, page: Callable[..., HTMLResponse], functions: Ru
     def one_version(version: VersionPath) -> HTMLResponse:
         known = _existing(functions, version)
         others = [other for other in functions.versions() if other.name == known[0].name and other.source]
-        return page("function.html", known=known, first=known[0], others=others)
+        return page("function.html", known=known, first=known[0], others=others, **trial)
 
     @app.get("/functions/{version}/against/{other}")
     def difference(version: VersionPath, other: VersionPath) -> HTMLResponse:

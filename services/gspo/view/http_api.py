@@ -42,6 +42,8 @@ from gspo.view.page_text import (
     visible,
 )
 from gspo.view.replays.replay_api import add_replays
+from gspo.view.trials.trial_api import add_trials
+from gspo.view.trials.trial_process import MAX_ROLLOUTS, STEPS, TrialProcess
 from gspo.view.viewed_run import Overview, ViewedRun
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -52,7 +54,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-_FILES = {"style.css": "text/css", "curves.js": "text/javascript", "follow.js": "text/javascript"}
+_FILES = {"style.css": "text/css"} | dict.fromkeys(("curves.js", "follow.js", "trial.js"), "text/javascript")
 _LIBRARY = _TEMPLATES / "uplot"
 _LIBRARY_FILES = {"uPlot.iife.min.js": "text/javascript", "uPlot.min.css": "text/css"}
 # A browser asks again by itself after the end of a stream.
@@ -62,12 +64,13 @@ Place = Annotated[int, InPath(ge=0, lt=2**31)]
 GroupId = Annotated[int, InPath(ge=0, lt=2**63)]
 
 
-def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path]) -> FastAPI:
+def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path], trial: TrialProcess | None = None) -> FastAPI:
     """The app of a run, and of others that it is compared with.
 
     Args:
         runs: The others follow the run.
         tokenizer_folders: Where the run's tokenizer may be.
+        trial: Scores logged rollouts; None refuses that.
     """
     run = runs[0]
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -83,7 +86,10 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path]) -> FastA
     tabs = OpenTabs()
     _add_overview(app, page, run.overview, tabs)
     add_opening(app, tabs, run.name)
-    add_functions(app, page, RunFunctions(log, run.run_dir / "log"))
+    functions = RunFunctions(log, run.run_dir / "log")
+    trial_s = trial.timeout_s if trial else None
+    add_functions(app, page, functions, {"trial_s": trial_s, "steps": STEPS, "most": MAX_ROLLOUTS})
+    add_trials(app, page, functions, trial)
     add_replays(app, page, run.run_dir)
     if len(runs) > 1:
         _add_comparison(app, page, runs, logs)

@@ -14,6 +14,7 @@ from gspo.common.errors import InputError
 from gspo.common.network.http_server import ASGIApp, HttpServer
 from gspo.common.tasks import cancel_all
 from gspo.view.http_api import make_page
+from gspo.view.trials.trial_process import TrialProcess
 from gspo.view.viewed_run import ViewedRun
 
 # Training comes before readers.
@@ -32,7 +33,7 @@ def serve_page(runs: Sequence[ViewedRun], port: int, say: Callable[[str], None])
         InputError: The port cannot be bound.
     """
     try:
-        server = HttpServer(_page_of(runs), "127.0.0.1", port)
+        server = HttpServer(_page_of(runs, TrialProcess(runs[0].run_dir)), "127.0.0.1", port)
     except InputError as error:
         raise InputError("--port", f"{port} cannot be bound on 127.0.0.1", "Give another port; 0 picks one") from error
     say(f"http://{server.address}/")
@@ -41,6 +42,8 @@ def serve_page(runs: Sequence[ViewedRun], port: int, say: Callable[[str], None])
 
 def serve_socket(runs: Sequence[ViewedRun], path: Path) -> None:
     """Serve on a Unix socket until the standard input ends: the process that holds its other end is gone then.
+
+    It may share a machine with training, so it runs no function.
 
     Raises:
         InputError: The socket cannot be bound.
@@ -60,7 +63,7 @@ async def _until_input_ends(server: HttpServer) -> None:
     await cancel_all({serving})
 
 
-def _page_of(runs: Sequence[ViewedRun]) -> ASGIApp:
+def _page_of(runs: Sequence[ViewedRun], trial: TrialProcess | None = None) -> ASGIApp:
     run_dir = runs[0].run_dir
     config = read_config(run_dir / CONFIG_NAME)
-    return make_page(runs, [run_dir / "export", Path(config.model.path)])
+    return make_page(runs, [run_dir / "export", Path(config.model.path)], trial)

@@ -65,7 +65,9 @@ async def test_a_running_one_shows_what_each_service_waits_for(
     instance = Instance("learner", "learner-0")
     await Registration(redis, Keys(running.name), instance, activity, lambda: facts).beat()
     shown = await asyncio.to_thread(service_states, logs, running)
-    assert [(state.name, state.activity) for state in shown.states] == [("learner-0", "waiting for rewards of 3 groups")]
+    assert [(state.name, state.activity) for state in shown.states] == [
+        ("learner-0", "waiting for rewards of 3 groups")
+    ]
     assert shown.states[0].when.startswith("1 min 3")
     assert shown.lines == ["a notice of the learner"]
     assert "as in gspo status" in shown.source
