@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gspo.agents import agent_pool
 from gspo.agents.check import check
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
@@ -89,10 +88,10 @@ def test_a_machine_without_namespaces_is_refused_as_for_reward_functions(
 
 def test_a_machine_without_seccomp_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> bytes:
-        raise agent_pool.FilterUnavailableError("libseccomp cannot be loaded")
+        raise levels.syscalls.FilterUnavailableError("libseccomp cannot be loaded")
 
     agent_file(tmp_path, "async def play(task): ...")
-    monkeypatch.setattr(agent_pool, "agent_filter_bytes", missing)
+    monkeypatch.setattr(levels.syscalls, "agent_filter_bytes", missing)
     assert "libseccomp cannot be loaded" in refused({"path": "agent.py"}, tmp_path).rule
 
 

@@ -57,7 +57,12 @@ class PagePassage:
             async with asyncio.timeout(WAIT_S):
                 await stack.enter_async_context(places)
             stack.enter_context(self._process.in_use())
-            return await self._passed_on(request, stack)
+            try:
+                return await self._passed_on(request, stack)
+            except httpx.ConnectError:
+                if not await self._process.has_ended():
+                    raise
+                return await self._passed_on(request, stack)
         except TimeoutError:
             await stack.aclose()
             return PlainTextResponse("too many questions to the page at a time; load it again", 503)

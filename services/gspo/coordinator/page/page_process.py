@@ -94,6 +94,18 @@ class PageProcess:
                 log.info("page_started", process=self._started.process.pid)
             return self._started.socket
 
+    async def has_ended(self) -> bool:
+        """Whether the process has ended, after a refused connection: the news of its end may come later than that."""
+        started = self._started
+        if started is None:
+            return True
+        try:
+            async with asyncio.timeout(_END_S):
+                await started.process.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def _start(self) -> _Started:
         folder = Path(tempfile.mkdtemp(prefix="gspo-page-"))
         command = (*module_command("gspo.cli"), "view", str(self._run_dir), "--socket", str(folder / "page"))
