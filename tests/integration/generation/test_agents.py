@@ -347,6 +347,8 @@ async def test_a_worker_that_is_silent_loses_its_rollout_and_writes_nothing_more
         await again.finish()
         await again.finish()  # the reply to the first may have been lost
         rollout = await run.rollout()
+        await again.finish()  # also after the rollout was written
+        assert (await again.post("finish", {"reward": 0.5})).status_code == 410
         assert rollout.num_turns == 1
         assert "Lost" not in TOKENIZER.decode(list(rollout.prompt.token_ids))
 

@@ -22,7 +22,7 @@ from gspo_proto.agent_pb2 import AgentResult, TurnEntry
 from gspo_proto.rollout_pb2 import GroupTask
 
 # A rollout of a run that has ended without removing it expires after this.
-_KEPT_S = 24 * 3600
+_KEPT_S, _REPEATED_S = 24 * 3600, 600
 
 # KEYS: hash, open list. ARGV: name, seconds, then fields and values. A rollout that another gateway has opened stays.
 _OPEN = """
@@ -57,6 +57,10 @@ end
 
 # ARGV: secret, then fields and values.
 _WRITE = "redis.call('HSET', KEYS[1], unpack(ARGV, 2)) return 1"
+
+# KEYS: hash, turns, finished. ARGV: secret, result, seconds, what is kept for so long: the session goes with its
+# rollout, perhaps before a worker asks again that has not had the reply.
+_FINISH = "redis.call('HSET', KEYS[1], 'result', ARGV[2]) redis.call('SETEX', KEYS[3], ARGV[3], ARGV[4]) return 1"
 
 # KEYS: hash, turns, tokens, rollout_tokens. ARGV: secret, end of the lease, seconds, entry, name, sampled tokens, 1 for
 # an evaluation.
@@ -187,6 +191,7 @@ class SessionStore:
         self._open_script = redis.register_script(_OPEN)
         self._lease_script = redis.register_script(_LEASE)
         self._write_script = redis.register_script(_PLAYS + _WRITE)
+        self._finish_script = redis.register_script(_PLAYS + _FINISH)
         self._append_script = redis.register_script(_PLAYS + COUNTING + _APPEND)
         self._reserve_script = redis.register_script(_PLAYS + _RESERVE)
         self._agree_script = redis.register_script(_PLAYS + _AGREE)
@@ -250,12 +255,13 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
+        name, secret = _parts(key)
+        finished, sent = self._finished(name), f"{secret} {result.reward!r}"
+        args = result.SerializeToString(), _REPEATED_S, sent
         try:
-            await self._write(key, {"result": result.SerializeToString()})
+            await self._run(self._finish_script, key, *args, more_keys=(finished,))
         except SessionLostError:
-            name, secret = _parts(key)
-            known: Any = await self._redis.hmget(self._hash(name), "secret", "result")
-            if known[0] != secret.encode() or AgentResult.FromString(known[1] or b"").reward != result.reward:
+            if await self._redis.get(finished) != sent.encode():
                 raise
 
     async def append(self, key: str, entry: TurnEntry) -> None:
@@ -266,7 +272,7 @@ class SessionStore:
         """
         name, num_tokens = _parts(key)[0], len(entry.tokens.token_ids)
         args = time.time() + self._lease_s, _KEPT_S, entry.SerializeToString(), name, num_tokens, int(":" in name)
-        await self._run(self._append_script, key, *args, ledger=True)
+        await self._run(self._append_script, key, *args, more_keys=self._ledger)
 
     async def reserve(self, key: str, turn: str, context_tokens: int, answer_tokens: int) -> int | None:
         """Hold tokens for a request; the tokens that its answer may have.
@@ -328,10 +334,10 @@ class SessionStore:
     async def _write(self, key: str, fields: dict[str, Any]) -> None:
         await self._run(self._write_script, key, *_flat(fields))
 
-    async def _run(self, script: AsyncScript, key: str, *args: Any, ledger: bool = False) -> int:
-        """The reply of a script that begins with `_PLAYS`; with `ledger` it counts tokens."""
+    async def _run(self, script: AsyncScript, key: str, *args: Any, more_keys: Sequence[str] = ()) -> int:
+        """The reply of a script that begins with `_PLAYS`."""
         name, secret = _parts(key)
-        keys = [self._hash(name), self._turns(name), *(self._ledger if ledger else ())]
+        keys = [self._hash(name), self._turns(name), *more_keys]
         reply = int(await script(keys, [secret, *args]))
         if reply == _NOT_PLAYED:
             raise SessionLostError
@@ -346,6 +352,9 @@ class SessionStore:
 
     def _hash(self, name: str) -> str:
         return self._keys.key(f"agent:{name}")
+
+    def _finished(self, name: str) -> str:
+        return self._keys.key(f"agent_finished:{name}")
 
     def _turns(self, name: str) -> str:
         return self._keys.key(f"agent_turns:{name}")
