@@ -6,6 +6,7 @@ The text above the line GENERATED is written by hand and stays.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
@@ -76,7 +77,8 @@ def _method(results: Mapping[str, Record], scale: Scale, page: Path) -> str:
         done=len(results),
         declared=len(declared_runs()),
         date=time.strftime("%Y-%m-%d", time.gmtime(newest["measured_unix_s"])),
-        **{key: newest["machine"][key] for key in ("processor", "cores")},
+        processor=_processors(results),
+        cores=newest["machine"]["cores"],
         packages=", ".join(f"{name} {version}" for name, version in newest["machine"]["packages"].items()),
         json=page.with_suffix(".json").name,
         example=f"`{' '.join(scale.example)}`" if scale.example else "as it is",
@@ -87,6 +89,14 @@ def _method(results: Mapping[str, Record], scale: Scale, page: Path) -> str:
             else "No other work ran on the machine when a run began."
         ),
     )
+
+
+def _processors(results: Mapping[str, Record]) -> str:
+    """The processors of the runs, with the number of runs where there are several."""
+    num_runs = Counter(run["machine"]["processor"] for run in results.values())
+    if len(num_runs) == 1:
+        return str(*num_runs)
+    return " and ".join(f"{name} ({number} runs)" for name, number in num_runs.most_common())
 
 
 def _run_table(results: Mapping[str, Record]) -> str:
