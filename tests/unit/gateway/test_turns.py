@@ -23,7 +23,8 @@ SESSION = Session("7-1.secret", TASK, 1, 1, 0.0)
 
 
 def begin(turn: str, continues: str, context: list[int], **more: Any) -> TurnEntry:
-    return TurnEntry(turn=turn, begin=TurnBegin(continues=continues, context=context, messages_json="[]", **more))
+    more = {"messages_json": "[]"} | more
+    return TurnEntry(turn=turn, begin=TurnBegin(continues=continues, context=context, **more))
 
 
 def tokens(turn: str, *token_ids: int) -> TurnEntry:
@@ -32,7 +33,7 @@ def tokens(turn: str, *token_ids: int) -> TurnEntry:
 
 
 def end(turn: str, finish: str = "stop", **more: Any) -> TurnEntry:
-    return TurnEntry(turn=turn, end=TurnEnd(finish=finish, message_json='{"content": "a"}', **more))
+    return TurnEntry(turn=turn, end=TurnEnd(finish=finish, **{"message_json": '{"content": "a"}'} | more))
 
 
 def played(*entries: TurnEntry, **result: Any) -> Rollout:
@@ -200,3 +201,25 @@ def test_a_request_continues_the_longest_turn_whose_messages_it_repeats() -> Non
     assert continued([{"role": "user", "content": "other"}, answer, more]) is None
     assert continued([user, answer, more], tools=["x"]) is None, "the tools are in the prompt"
     assert continued([user, answer, more], shown="q m") is None, "the template hides the answer"
+
+
+def test_of_turns_that_differ_in_white_space_a_request_continues_the_one_with_its_own_text() -> None:
+    user, more = {"role": "user", "content": "q"}, {"role": "user", "content": "m"}
+    answers = {name: {"role": "assistant", "content": text} for name, text in (("a", " "), ("b", ""), ("c", "\n"))}
+    entries: list[TurnEntry] = []
+    for name, answer in answers.items():
+        asked = {"asked": prefix_digests([user], None)[-1], "messages_json": json.dumps([user])}
+        reply = {"replies": [message_digest(answer)], "message_json": json.dumps(answer)}
+        later = {"asked": prefix_digests([user, answer, more], None)[-1], "messages_json": json.dumps([more])}
+        entries += [begin(name, "", [1], **asked), end(name, **reply)]
+        entries += [begin(f"{name}-later", name, [2], **later), end(f"{name}-later", **reply)]
+    turns = Conversation(entries)
+
+    def continued(*messages: dict[str, Any]) -> str:
+        found = turns.continued(messages, prefix_digests(messages, None), "")
+        return found[0].name if found else ""
+
+    for name, answer in answers.items():
+        assert continued(user, answer, more) == name
+        assert continued(user, answer, more, answer, more) == f"{name}-later"
+    assert continued(user, {"role": "assistant", "content": "  "}, more) == "c"

@@ -48,6 +48,15 @@ class RecordedTurn:
         """Every token from the beginning of the branch to the end of this turn."""
         return [token for turn in self.line for token in (*turn.begin.context, *turn.token_ids)]
 
+    @property
+    def messages(self) -> list[Message]:
+        """The messages from the beginning of the branch to the reply of this turn, which has ended."""
+        messages: list[Message] = []
+        for turn in self.line:
+            messages += json.loads(turn.begin.messages_json)
+            messages += [json.loads(turn.end.message_json)] if turn.end else []
+        return messages
+
 
 class Conversation:
     """The turns of a rollout so far, in the order in which they began."""
@@ -77,6 +86,9 @@ class Conversation:
     ) -> tuple[RecordedTurn, int] | None:
         """The turn that a request continues, and the place of its reply among the messages.
 
+        It is the one with the latest place. Turns that differ in white space alone have the same place. Of them, it is
+        the one with the most texts that equal the request's, or the last of those.
+
         Args:
             messages: Of the request.
             digests: Of the messages before each place, as `prefix_digests` gives them.
@@ -84,14 +96,15 @@ class Conversation:
                 continued: the policy would see what the template hides.
         """
         places = {digest: place for place, digest in enumerate(digests)}
-        best: tuple[RecordedTurn, int] | None = None
-        for turn in self.finished:
+        fitting: dict[int, list[RecordedTurn]] = {}
+        for turn in reversed(self.finished):
             place = places.get(turn.begin.asked, len(messages))
-            if place >= len(messages) or turn.end is None or message_digest(messages[place]) not in turn.end.replies:
-                continue
-            if (best is None or place >= best[1]) and _is_shown(turn, shown):
-                best = turn, place
-        return best
+            if place < len(messages) and turn.end and message_digest(messages[place]) in turn.end.replies:
+                fitting.setdefault(place, []).append(turn)
+        for place in sorted(fitting, reverse=True):
+            if turns := [turn for turn in fitting[place] if _is_shown(turn, shown)]:
+                return max(turns, key=lambda turn: _num_exact(turn, messages)), place
+        return None
 
     def continued_text(self, token_ids: Sequence[int]) -> RecordedTurn | None:
         """The turn with the most tokens that a context of tokens begins with."""
@@ -118,6 +131,12 @@ def _is_shown(last: RecordedTurn, shown: str) -> bool:
     return all(text in shown for turn in last.line if turn.end is not None for text in turn.end.shown)
 
 
+def _num_exact(turn: RecordedTurn, messages: Sequence[Message]) -> int:
+    """The number of texts up to the turn's reply that a request has with the same white space."""
+    pairs = zip(turn.messages, messages, strict=False)
+    return sum(_whole_text(own) == _whole_text(sent) for own, sent in pairs)
+
+
 def prefix_digests(messages: Sequence[Message], template: Any) -> list[str]:
     """Digests of the first 0, 1, .. messages, with all that the chat template reads beside them, such as tools."""
     digests = [_digest(json.dumps(template, sort_keys=True, default=str))]
@@ -137,10 +156,14 @@ def message_digest(message: Message) -> str:
 
 def text_of(message: Message) -> str:
     """The text of a message, without white space at its ends."""
+    return _whole_text(message).strip()
+
+
+def _whole_text(message: Message) -> str:
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
-    return content.strip()
+    return content
 
 
 def _call(function: dict[str, Any]) -> list[Any]:
