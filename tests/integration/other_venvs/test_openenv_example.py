@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -22,6 +23,19 @@ from tests.support.tiny_model import make_tiny_model
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 HERE = EXAMPLES / "openenv"
 STEPS, READY_S = 3, 240
+# A game of the example whose answers take a while: most rollouts are in their midst at any time, and saved.
+SLOW = """
+import time
+import server
+step = server.GuessEnvironment.step
+
+def slow_step(self, action, timeout_s=None, **options):
+    time.sleep(0.4)
+    return step(self, action, timeout_s, **options)
+
+server.GuessEnvironment.step = slow_step
+app = server.app
+"""
 PROMPT = [{"role": "user", "content": "Guess a number from 0 to 31."}]
 
 
@@ -29,8 +43,10 @@ PROMPT = [{"role": "user", "content": "Guess a number from 0 to 31."}]
 def openenv_url(tmp_path: Path) -> Iterator[str]:
     python = locked_venv(tmp_path / "venv", HERE / "requirements.lock")
     port, log = free_port(), (tmp_path / "server.log").open("w")
-    uvicorn = [python, "-m", "uvicorn", "server:app", "--port", str(port)]
-    server = subprocess.Popen(uvicorn, cwd=HERE, stdout=log, stderr=log)
+    (tmp_path / "slow_server.py").write_text(SLOW)
+    uvicorn = [python, "-m", "uvicorn", "slow_server:app", "--app-dir", tmp_path, "--port", str(port)]
+    variables = {**os.environ, "PYTHONPATH": str(HERE)}
+    server = subprocess.Popen(uvicorn, env=variables, stdout=log, stderr=log)
     try:
         deadline_s = time.monotonic() + READY_S
         while time.monotonic() < deadline_s:
@@ -65,6 +81,7 @@ def test_conversations_of_a_killed_generator_move_to_another(tmp_path: Path, ope
     def meanwhile(process: subprocess.Popen[bytes], run_dir: Path) -> None:
         while process.poll() is None and not (run_dir / "log/step-000001.parquet").exists():
             time.sleep(0.05)
+        time.sleep(3.0)  # several turns of the next games
         if "generation-0" in (running := generators(process)):
             for child in [*running["generation-0"].children(recursive=True), running["generation-0"]]:
                 child.send_signal(signal.SIGKILL)
