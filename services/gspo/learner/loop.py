@@ -337,7 +337,8 @@ class Learner:
         max_wait_s = self._gate.max_wait_s + self.publisher.push_limit_s
         # The coordinator may have issued groups before it heard that this is the end.
         await self._end.wait_for_finished(max_wait_s, on_poll=self._settle_unused)
-        await self.tokens.record(version)
+        # After a stop, a resume trains the rollouts in flight.
+        await (self.tokens.record(version) if self._end.is_stopped else self.tokens.close(version))
 
     async def _settle_unused(self) -> None:
         if not self._end.is_stopped:

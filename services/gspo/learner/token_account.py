@@ -12,8 +12,9 @@ import time
 import structlog
 
 from gspo.common.service.app import Service
-from gspo.common.streams.token_counts import read_counts
+from gspo.common.streams.token_counts import close, read_counts
 from gspo.common.telemetry import metrics
+from gspo.learner.assembly.settlements import GroupEnding
 from gspo.learner.storage.run_directory import RunDir
 from gspo.runlog.token_ledger import COLUMNS, LedgerRecord
 
@@ -45,6 +46,20 @@ class TokenAccount:
         if record.difference:
             log.warning("ledger_differs", step=step, tokens=record.difference, look=f"{self._run_dir.path}/log")
         await asyncio.to_thread(self._run_dir.append_ledger, record)
+
+    async def close(self, step: int) -> None:
+        """Record the last counts of a run that is finished: rollouts that are too late go to their group's column.
+
+        Args:
+            step: The newest.
+        """
+        await close(self._service.redis, self._service.keys, self._column_of_late)
+        await self.record(step)
+
+    def _column_of_late(self, group: int) -> str:
+        """Empty for a trained group: its rows have counted its rollouts, so a report that is left is a fault."""
+        ending = self._run_dir.settlements.get(group)
+        return "" if ending in (None, GroupEnding.TRAINED) else ending.value
 
     async def _read(self, step: int) -> LedgerRecord | None:
         """The counts of this moment; None while Redis has none."""

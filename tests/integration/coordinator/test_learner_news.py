@@ -14,9 +14,15 @@ from gspo.common.config.loading import read_config
 from gspo.common.service.app import Service
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.keys import Keys
+from gspo.coordinator.data.prompts import training_prompts
+from gspo.coordinator.data.tokenizer import load_tokenizer
+from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.feed import EventFeed, LearnerProgress
-from gspo_proto.learner_pb2 import ProgressReply
-from gspo_proto.rollout_pb2 import Event, PromptsExhausted, StopRequested, VersionLive
+from gspo.coordinator.groups.ledger import GroupLedger
+from gspo.coordinator.loop import Coordinator
+from gspo_proto.learner_pb2 import GroupRange, ProgressReply
+from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, Event, PromptsExhausted, StopRequested, VersionLive
+from tests.integration.coordinator.conftest import NUM_SLOTS, Until, has_open
 from tests.integration.coordinator.peers import LearnerPeer
 from tests.support.push_peers import service_of
 
@@ -67,3 +73,26 @@ async def test_a_new_learner_is_asked_without_a_wait_and_is_recognised_once(
     learner.progress.epoch = first.epoch + 1
     progress.ask_now()
     assert progress.note(await answer(progress))
+
+
+async def test_redis_has_nothing_of_settled_groups_when_the_end_is_announced(
+    redis: Redis, keys: Keys, service: Service, learner: LearnerPeer, monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    prompts = training_prompts(service.config, load_tokenizer(service.config.model))
+    coordinator = Coordinator(service, GroupLedger(service, prompts), EvaluationScheduler(service, {}))
+    send, left = coordinator.feed.send, list[int]()
+
+    async def send_and_look(event: Event) -> None:
+        if event.HasField("finished"):
+            left.append(await redis.hlen(keys.open))
+        await send(event)
+
+    monkeypatch.setattr(coordinator.feed, "send", send_and_look)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(coordinator.run())
+        await until(has_open(redis, keys), "every slot to be taken")
+        # The events of the endings are lost: the coordinator gets settlements and end in one answer.
+        learner.progress.settled.append(GroupRange(first=0, last=NUM_SLOTS - 1))
+        learner.progress.epoch, learner.progress.end, learner.progress.end_reason = 2, RUN_END_COMPLETED, "a test"
+        await learner.events.send(Event(epoch=2, version_live=VersionLive(version=0)))
+    assert left == [0]

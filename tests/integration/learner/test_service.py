@@ -147,12 +147,19 @@ async def test_groups_left_open_at_the_end_are_unused_and_a_failed_group_has_its
         failure = GroupFailure(group=2, attempt=3, reason="generation: no engine took it")
         await append(redis, keys.scored, [Scored(schema=1, failure=failure).SerializeToString()])
         await feeder.feed(range(3, 9), 0)
+        # Scorers still have a rollout of each of three groups, which end as trained, failed and unused.
+        await redis.set(keys.redis_epoch, "first")
+        reports = {"3-9": "5 5 1 1-0:1", "2-9": "20 20 1 1-0:1", "8-9": "30 30 1 1-0:1"}
+        await redis.hset(keys.rollout_tokens, mapping=reports)
+        await redis.hincrby(keys.tokens, "in_flight", 55)
         await feeder.event("training_done")
         await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="done")))
     settled = {line["group"]: (line["settlement"], line["reason"]) for line in lines(config, "settled.jsonl")}
     assert settled[0][0] == settled[1][0] == settled[2][0] == "failed"
     assert "ZeroDivisionError" in settled[0][1] and "no engine took it" in settled[2][1]
     assert {group for group, (how, _) in settled.items() if how == "unused"} == {7, 8}
+    assert lines(config, "ledger.jsonl")[-1]["tokens"]["in_flight"] == 5
+    assert await redis.hkeys(keys.rollout_tokens) == [b"3-9"]
 
 
 async def test_a_reward_that_always_fails_ends_the_run_with_its_reason(

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from gspo.common.streams.inbox import Delivery, EntryOutput, EntryState, Inbox, append, create_consumer_groups
 from gspo.common.streams.keys import LEARNER, Keys
-from gspo.common.streams.token_counts import EndedTokens, RolloutTokens, abandon, read_counts
+from gspo.common.streams.token_counts import EndedTokens, RolloutTokens, abandon, close, read_counts
 from gspo.runlog.token_ledger import LedgerRecord
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout, Score, Scored, ScoredRollout
 
@@ -132,6 +132,30 @@ async def test_a_finished_rollout_is_left_to_the_learner(redis: Redis, keys: Key
     assert await counts(redis, keys) == {"generated": 30, "in_flight": 30}
     await acknowledge(redis, keys, "failed", 30)
     assert await counts(redis, keys) == {"generated": 30, "failed": 30}
+
+
+async def test_a_finished_rollout_that_comes_after_the_end_counts_once(redis: Redis, keys: Keys) -> None:
+    generator, task = await leased(redis, keys)
+    await generator.put([result(keys, task, 30, 30, 0)])
+    await abandon(redis, keys, [("0-0", None)])
+    for _ in range(2):  # the reply of the first call may have been lost
+        await close(redis, keys, {0: "unused"}.__getitem__)
+    assert await counts(redis, keys) == {"generated": 30, "unused": 30}
+    # The run is resumed for more steps, and the learner receives it.
+    learner = inbox(redis, keys, keys.scored, LEARNER)
+    (entry,) = await learner.take(1, block_s=1)
+    await learner.acknowledge([(entry, EndedTokens("0-0", "unused", 30, if_recorded=True))])
+    assert await counts(redis, keys) == {"generated": 30, "unused": 30}
+
+
+async def test_the_end_leaves_unfinished_and_trained_rollouts_in_flight(redis: Redis, keys: Keys) -> None:
+    generator, task = await leased(redis, keys)
+    await generator.save([state(task, 20, 20, 0)])
+    await close(redis, keys, {0: "unused"}.__getitem__)
+    assert await counts(redis, keys) == {"generated": 20, "in_flight": 20}
+    await generator.put([result(keys, task, 30, 30, 20)])
+    await close(redis, keys, {0: ""}.__getitem__)
+    assert await counts(redis, keys) == {"generated": 30, "in_flight": 30}
 
 
 async def test_a_second_entry_counts_where_a_generator_reported_it(redis: Redis, keys: Keys) -> None:

@@ -10,7 +10,7 @@ counted in the arrays, and remove those of the generators: both sides meet in a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,21 @@ end
 """
 )
 
+# KEYS: tokens, rollout_tokens. ARGV: rollout key and column in pairs.
+_CLOSE = (
+    COUNTING
+    + """
+for i = 1, #ARGV, 2 do
+  local kept, _, done = rollout_tokens(KEYS[2], ARGV[i])
+  if done then
+    add(KEYS[1], ARGV[i + 1], kept)
+    add(KEYS[1], 'in_flight', -kept)
+    redis.call('HDEL', KEYS[2], ARGV[i])
+  end
+end
+"""
+)
+
 
 @dataclass(frozen=True)
 class RolloutTokens:
@@ -138,6 +153,20 @@ async def abandon(redis: Redis, keys: Keys, rollouts: Sequence[tuple[str, int | 
     """
     args = [value for key, num in rollouts for value in (key, -1 if num is None else num)]
     await redis.register_script(_ABANDON)(keys=[keys.partial, keys.tokens, keys.rollout_tokens], args=args)
+
+
+async def close(redis: Redis, keys: Keys, column_of: Callable[[int], str]) -> None:
+    """Count the finished rollouts that the learner has not received when the run ends; scorers may still have them.
+
+    Their tokens are those that the generators reported. An entry that comes later finds no report, and counts nothing.
+
+    Args:
+        column_of: The column of a group's late rollouts; empty where they stay in flight.
+    """
+    reported: Any = await redis.hkeys(keys.rollout_tokens)
+    columns = [(key, column_of(int(key.partition(b"-")[0]))) for key in reported]
+    if args := [value for key, column in columns if column for value in (key, column)]:
+        await redis.register_script(_CLOSE)(keys=[keys.tokens, keys.rollout_tokens], args=args)
 
 
 async def read_counts(redis: Redis, keys: Keys) -> tuple[str, dict[str, int]]:
