@@ -80,11 +80,11 @@ async def test_redis_has_nothing_of_settled_groups_when_the_end_is_announced(
 ) -> None:
     prompts = training_prompts(service.config, load_tokenizer(service.config.model))
     coordinator = Coordinator(service, GroupLedger(service, prompts), EvaluationScheduler(service, {}))
-    send, left = coordinator.feed.send, list[int]()
+    send, num_open = coordinator.feed.send, list[int]()
 
     async def send_and_look(event: Event) -> None:
         if event.HasField("finished"):
-            left.append(await redis.hlen(keys.open))
+            num_open.append(await redis.hlen(keys.open))
         await send(event)
 
     monkeypatch.setattr(coordinator.feed, "send", send_and_look)
@@ -95,4 +95,4 @@ async def test_redis_has_nothing_of_settled_groups_when_the_end_is_announced(
         learner.progress.settled.append(GroupRange(first=0, last=NUM_SLOTS - 1))
         learner.progress.epoch, learner.progress.end, learner.progress.end_reason = 2, RUN_END_COMPLETED, "a test"
         await learner.events.send(Event(epoch=2, version_live=VersionLive(version=0)))
-    assert left == [0]
+    assert num_open == [0]
