@@ -28,7 +28,7 @@ _QUIET_SHARE = 0.1
 _METHOD = """
 ## Method
 
-{done} of {declared} runs, until {date}, on {processor}, {cores} cores. Packages: {packages}. Every number: \
+{done} of {declared} runs, until {date}, on {cores} cores. Processor: {processor}. Packages: {packages}. Every number: \
 [{json}]({json}). `python -m benchmarks long` makes the others.
 
 - Task: `examples/long` ({example}), {steps} steps of 8 problems with 8 answers each. Held-out accuracy is of 2 \
@@ -93,10 +93,10 @@ def _method(results: Mapping[str, Record], scale: Scale, page: Path) -> str:
 
 def _processors(results: Mapping[str, Record]) -> str:
     """The processors of the runs, with the number of runs where there are several."""
-    num_runs = Counter(run["machine"]["processor"] for run in results.values())
+    num_runs = Counter(run["machine"]["processor"].replace(";", ",") for run in results.values())
     if len(num_runs) == 1:
         return str(*num_runs)
-    return " and ".join(f"{name} ({number} runs)" for name, number in num_runs.most_common())
+    return " and ".join(f"{name}, runs: {number}" for name, number in num_runs.most_common())
 
 
 def _run_table(results: Mapping[str, Record]) -> str:

@@ -213,10 +213,10 @@ def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_ou
     assert "Times are left out: other work took up to 90% of the machine" in page
     assert "s a step" not in page
     assert (tmp_path / "long-ratio.png").stat().st_size > 0
-    assert ", on a processor, 2 cores." in page
+    assert "Processor: a processor. " in page
     results["dense-grpo-0.0001-s0"]["machine"] = results["dense-grpo-0.0001-s0"]["machine"] | {"processor": "another"}
     page = write_page(results, SCALES["small"], tmp_path / "long.md").read_text()
-    assert ", on a processor (1 runs) and another (1 runs), 2 cores." in page
+    assert "Processor: a processor, runs: 1 and another, runs: 1. " in page
     quiet = {name: run | {"busy_share": 0.0} for name, run in results.items()}
     assert "| s a step |" in write_page(quiet, SCALES["small"], tmp_path / "long.md").read_text()
 

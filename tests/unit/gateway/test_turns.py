@@ -216,8 +216,8 @@ def test_of_turns_that_differ_in_white_space_a_request_continues_the_one_with_it
     turns = Conversation(entries)
 
     def continued(*messages: dict[str, Any]) -> str:
-        found = turns.continued(messages, prefix_digests(messages, None), "")
-        return found[0].name if found else ""
+        continued = turns.continued(messages, prefix_digests(messages, None), "")
+        return continued[0].name if continued else ""
 
     for name, answer in answers.items():
         assert continued(user, answer, more) == name

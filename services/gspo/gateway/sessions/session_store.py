@@ -58,8 +58,8 @@ end
 # ARGV: secret, then fields and values.
 _WRITE = "redis.call('HSET', KEYS[1], unpack(ARGV, 2)) return 1"
 
-# KEYS: hash, turns, finished. ARGV: secret, result, seconds, what is kept for so long: the session goes with its
-# rollout, perhaps before a worker asks again that has not had the reply.
+# KEYS: hash, turns, finished. ARGV: secret, result, seconds, text of the key `finished` for so long. The session goes
+# with its rollout, perhaps before a worker without the reply asks again.
 _FINISH = "redis.call('HSET', KEYS[1], 'result', ARGV[2]) redis.call('SETEX', KEYS[3], ARGV[3], ARGV[4]) return 1"
 
 # KEYS: hash, turns, tokens, rollout_tokens. ARGV: secret, end of the lease, seconds, entry, name, sampled tokens, 1 for
