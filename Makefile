@@ -36,8 +36,8 @@ gpu-test: $(if $(GSPO_PYTHON),,setup) ## The tests on a GPU: rows of docs/gpu.md
 test-promises: setup ## Break what the project promises, one by one, and see that the tests notice (WORDS)
 	$(BIN)/python -m tests.promises $(WORDS)
 
-compose-test: setup ## docker-compose.yml with a Docker engine: build, run, scale, kill (Error 3: no engine, not tested)
-	$(BIN)/python -m tests.compose
+compose-test: setup ## docker-compose.yml with a Docker engine: build, run, scale, kill; SCENARIOS=agents (Error 3: no engine, not tested)
+	$(BIN)/python -m tests.compose $(SCENARIOS)
 
 slurm-test: setup ## Slurm with two nodes: train, two jobs on one node, lost nodes, time limit (Error 3: not root, not tested)
 	$(BIN)/python -m tests.slurm $(SCENARIOS)

@@ -238,17 +238,14 @@ def results(house: ComposeProject, folder: Path) -> None:
 
 
 @contextmanager
-def project(environment: dict[str, str], suffix: str) -> Iterator[ComposeProject]:
+def project(environment: dict[str, str]) -> Iterator[ComposeProject]:
     """A compose project of its own with ports of its own; nothing of it is left behind."""
     kinds = ("", "REWARD_", "GATEWAY_", "PROMETHEUS_", "GRAFANA_")
     names = [f"GSPO_{kind}PORT" for kind in kinds]
     with ExitStack() as probes:
         sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
         ports = dict(zip(names, (one.getsockname()[1] for one in sockets), strict=True))
-    own = {
-        "COMPOSE_PROJECT_NAME": f"gspo-test-{os.getpid()}{suffix}",
-        **{name: str(port) for name, port in ports.items()},
-    }
+    own = {"COMPOSE_PROJECT_NAME": f"gspo-test-{os.getpid()}", **{name: str(port) for name, port in ports.items()}}
     docker = Docker({**environment, **own, "GSPO_START_PERIOD": f"{READY_S}s"})
     try:
         yield ComposeProject(docker, own["COMPOSE_PROJECT_NAME"], ports)
@@ -293,20 +290,22 @@ def story(house: ComposeProject) -> None:
 
 
 def main() -> None:
-    """Run the story, and show the services' last words where it does not hold."""
+    """Run the story, or with `agents` that of agents, and show the services' last words where it does not hold."""
+    with_agents = sys.argv[1:] == ["agents"]
     try:
-        with engine() as environment, ExitStack() as projects:
-            house = projects.enter_context(project(dict(environment), ""))
-            try:
-                story(house)
-                with tempfile.TemporaryDirectory() as folder:
-                    variables = {**environment, "GSPO_INPUT": str(input_folder(Path(folder)))}
-                    house = projects.enter_context(project(variables, "-agents"))
-                    agents_play(house, READY_S)
-            except (AssertionError, OSError):
-                print(house.docker.compose("ps", "-a", check=False))
-                print(house.docker.compose("logs", "--no-color", "--tail", "25", check=False))
-                raise
+        with engine() as environment, tempfile.TemporaryDirectory() as folder:
+            variables = {"GSPO_INPUT": str(input_folder(Path(folder)))} if with_agents else {}
+            with project({**environment, **variables}) as house:
+                try:
+                    if with_agents:
+                        build(house.docker)
+                        agents_play(house, READY_S)
+                    else:
+                        story(house)
+                except (AssertionError, OSError):
+                    print(house.docker.compose("ps", "-a", check=False))
+                    print(house.docker.compose("logs", "--no-color", "--tail", "25", check=False))
+                    raise
     except NoEngineError as error:
         print(f"compose-test: NOT TESTED: {error}", file=sys.stderr)
         sys.exit(EXIT_NOT_TESTED)
