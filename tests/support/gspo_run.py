@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,18 @@ class WholeRun:
     def rows(self, step: int) -> list[dict[str, Any]]:
         """The rollouts of a step, in training order."""
         return pq.read_table(self.run_dir / "log" / f"step-{step:06d}.parquet").to_pylist()
+
+
+def example_copy(name: str, folder: Path, file: str = "config.yaml", **sections: dict[str, Any]) -> Path:
+    """A user's copy of an example, with these keys in sections of its configuration `file`."""
+    for shared in ("conversations.py", "small_model.py"):
+        shutil.copy(EXAMPLES / shared, folder)
+    example = shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    config = yaml.safe_load((example / file).read_text())
+    for section, keys in sections.items():
+        config[section] |= keys
+    (example / file).write_text(yaml.safe_dump(config))
+    return example
 
 
 def example_run(

@@ -132,7 +132,7 @@ async def test_fifty_agents_under_losses_and_updates(redis_url: str, tmp_path: P
                 is_of = version_T[place_T] == version
                 assert np.array_equal(expected_T[is_of], logp_T[place_T][is_of]), (number, version)
         assert not logp_T[version_T < 0].any()
-    assert len({version for rollout in rollouts for version in rollout.version}) > 10
+    assert len({version for rollout in rollouts for version in rollout.version}) > 5
 
 
 @pytest.mark.long

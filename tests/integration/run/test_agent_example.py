@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +16,22 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.common.config.loading import read_config
-from tests.support.gspo_run import EXAMPLES, WholeRun, example_run
+from tests.support.gspo_run import WholeRun, example_copy, example_run
 from tests.support.service_process import log_events
 
 pytestmark = pytest.mark.timeout(600)
-STEPS, ROLLOUTS = 2, 16 * 8
+STEPS, LESSONS, ROLLOUTS = 2, 80, 4 * 8
+# A few rollouts: each starts a conversation of its own in a sandbox.
+FEW: dict[str, dict[str, Any]] = {
+    "algorithm": {"rollout_batch_size": 4},
+    "agent": {"workers": 4},
+    "evaluation": {"limit": 4},
+}
 
 
-def trained(tmp_path: Path, *options: str) -> WholeRun:
-    return example_run(EXAMPLES / "calculator", tmp_path, 80, "--steps", str(STEPS), *options, program="agent_demo.py")
+def trained(folder: Path, *options: str) -> WholeRun:
+    example = example_copy("calculator", folder, "agent.yaml", **FEW)
+    return example_run(example, folder, LESSONS, "--steps", str(STEPS), *options, program="agent_demo.py")
 
 
 def test_the_runs_own_agent_trains_the_policy_that_it_calls(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,12 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 
 from gspo.common.config.loading import read_config
 from tests.conftest import free_port
-from tests.support.gspo_run import EXAMPLES, WholeRun, example_run
+from tests.support.gspo_run import EXAMPLES, WholeRun, example_copy, example_run
 from tests.support.monitoring.prometheus_names import panel_queries
 from tests.support.monitoring.prometheus_server import Prometheus
 from tests.support.monitoring.run_observer import followed
@@ -32,17 +30,6 @@ pytestmark = pytest.mark.timeout(600)
 STEPS, ROLLOUTS = 2, 16 * 8
 # Enough for tool calls that can be read and for guesses that are numbers.
 LESSONS, OPTIONS = 60, ("--steps", str(STEPS))
-
-
-def copy_with(name: str, folder: Path, **algorithm: Any) -> Path:
-    """A user's copy of an example, with these keys of `algorithm`."""
-    for shared in ("conversations.py", "small_model.py"):
-        shutil.copy(EXAMPLES / shared, folder)
-    example = shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    config = yaml.safe_load((example / "config.yaml").read_text())
-    config["algorithm"] |= algorithm
-    (example / "config.yaml").write_text(yaml.safe_dump(config))
-    return example
 
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
@@ -136,7 +123,7 @@ def test_the_calculator_is_called_and_its_answers_are_in_the_conversations(
     keys = {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-turn-mean", "entropy_coef": 1e-3}
     began_unix_s = time.time()
     with ExitStack() as watching:
-        example = copy_with("calculator", tmp_path, **keys)
+        example = example_copy("calculator", tmp_path, algorithm=keys)
         run = example_run(
             example,
             tmp_path,

@@ -57,7 +57,7 @@ class RestlessAgent:
         self.attempts.setdefault(task.id, []).append(task.attempt)
         headers = {"authorization": f"Bearer {task.api_key}"}
         # Without TLS, which takes longer to set up than an answer.
-        async with httpx.AsyncClient(base_url=task.base_url, headers=headers, timeout=60.0, verify=False) as http:  # noqa: S501
+        async with httpx.AsyncClient(base_url=task.base_url, headers=headers, timeout=15.0, verify=False) as http:  # noqa: S501
             history = list(task.messages)
             for _ in range(drawn.randrange(1, 3)):
                 if drawn.random() < 0.2:
@@ -95,7 +95,10 @@ class RestlessAgent:
             async for line in reply.aiter_lines():
                 is_whole = is_whole or line == "data: [DONE]"
                 if line.startswith("data: {"):
-                    for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
+                    data = json.loads(line.removeprefix("data: "))
+                    if "error" in data:  # "[DONE]" follows it too
+                        raise ValueError(data["error"]["message"])
+                    for choice in data["choices"]:
                         text += choice["delta"].get("content") or ""
         if not is_whole:
             raise ValueError("the stream ended early")
