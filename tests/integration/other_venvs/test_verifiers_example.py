@@ -49,7 +49,7 @@ def test_an_environment_of_verifiers_plays_the_rollouts_of_a_run(tmp_path: Path)
             algorithm={
                 "rollout_batch_size": 2,
                 "num_return_sequences_in_group": 4,
-                "response_length": 400,
+                "response_length": 900,
             },
             run={"total_steps": STEPS},
         )
