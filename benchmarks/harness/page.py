@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,11 +45,12 @@ every answer has {fixed} tokens. *Long-tailed*: the answer ends at a random toke
 def write_page(sections: Sequence[PageSection], measured: Mapping[str, Record], folder: Path) -> Path:
     """Write the page, its plots, and all results as JSON beside it; the page's path."""
     cases = {name: record["cases"] for name, record in measured.items()}
-    texts = [_head(measured)]
+    usual = _usual_processor(measured)
+    texts = [_head(measured, usual)]
     folder.mkdir(parents=True, exist_ok=True)
     for section in sections:
         if section.name in cases:
-            texts.append(f"## {section.title}\n\n{section.text(cases).strip()}")
+            texts.append(f"## {section.title}\n\n{_where(measured[section.name], usual)}{section.text(cases).strip()}")
             for draw in section.plots:
                 draw(cases, folder)
     (folder / f"{NAME}.json").write_text(json.dumps(measured, indent=1) + "\n")
@@ -63,14 +65,30 @@ def write_below(page: Path, line: str, text: str, by_hand: str) -> Path:
     return page
 
 
-def _head(measured: Mapping[str, Record]) -> str:
-    machine: Record = max(measured.values(), key=lambda record: float(record["measured_unix_s"]))["machine"]
-    dates = {time.strftime("%Y-%m-%d", time.gmtime(record["measured_unix_s"])) for record in measured.values()}
+def _usual_processor(measured: Mapping[str, Record]) -> str:
+    """That of the most sections."""
+    return Counter(str(record["machine"]["processor"]) for record in measured.values()).most_common(1)[0][0]
+
+
+def _where(record: Record, usual: str) -> str:
+    """A paragraph for a section that was measured with another processor than most."""
+    machine = record["machine"]
+    return "" if machine["processor"] == usual else f"Measured on {_day(record)} with {machine['processor']}.\n\n"
+
+
+def _day(record: Record) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(record["measured_unix_s"]))
+
+
+def _head(measured: Mapping[str, Record], usual: str) -> str:
+    records = [record for record in measured.values() if record["machine"]["processor"] == usual]
+    machine: Record = max(records, key=lambda record: float(record["measured_unix_s"]))["machine"]
+    dates = {_day(record) for record in records}
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return _HEAD.format(
         **machine | {"packages": packages},
         dates=" and ".join(sorted(dates)),
-        minutes=sum(case["took_s"] for record in measured.values() for case in record["cases"]) / 60,
+        minutes=sum(case["took_s"] for record in records for case in record["cases"]) / 60,
         rollouts=NUM_ROLLOUTS,
         groups=GROUPS,
         size=GROUP_SIZE,
