@@ -134,10 +134,15 @@ def _young_enough(run: FinishedRun) -> Iterator[str]:
 def _of_their_weights(run: FinishedRun) -> Iterator[str]:
     keys = {version: key_of_bits(policy.bits[min(policy.bits)]) for version, policy in run.policies.items()}
     for step, row in run.rows:
-        for version in set(row.version.tolist()):
-            expected_T = log_probs(row.token_ids.tolist(), len(row.prompt_token_ids), keys.get(version, -1))
-            if not np.array_equal(expected_T[row.version == version], row.logp[row.version == version]):
-                yield f"step {step}: rollout {row.group}-{row.number}: log-probs not of version {version}"
+        for number, (first, last) in enumerate(row.branch_bounds):
+            token_T, logp_T, version_T = (x[first:last] for x in (row.token_ids, row.logp, row.version))
+            begin = 0 if number else len(row.prompt_token_ids)
+            for version in set(version_T.tolist()):
+                # The context of an agent's answers has no log-prob.
+                key = keys.get(version, -1)
+                expected_T = log_probs(token_T.tolist(), begin, key) if version >= 0 else np.zeros_like(logp_T)
+                if not np.array_equal(expected_T[version_T == version], logp_T[version_T == version]):
+                    yield f"step {step}: rollout {row.group}-{row.number}: log-probs not of version {version}"
 
 
 def _same_digests(run: FinishedRun) -> Iterator[str]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -26,6 +25,7 @@ from benchmarks.chaos.faulty_service import VARIABLE
 from benchmarks.chaos.invariants import FinishedRun
 from benchmarks.chaos.network import Network, call
 from benchmarks.chaos.schedule import GENERATORS, SERVICES, Fault
+from benchmarks.harness.workload import write_merged
 from benchmarks.simulated.settings import Settings
 from gspo.cli.processes.redis_server import free_port, redis_command, write_password
 from gspo.cli.processes.supervisor import ProcessSupervisor, Program
@@ -66,10 +66,19 @@ class RunUnderTest:
         with_network: False leaves all processes on loopback, as `gspo run` does, and the disk as it is.
         lasts_s: Seconds of training after which the run ends by itself; None ends it by Ctrl-C, a resume, and the last
             of a few steps.
+        sections: Of the configuration, whose keys go over those here.
     """
 
-    def __init__(self, folder: Path, seed: int, *, with_network: bool, lasts_s: float | None = None) -> None:
-        self._lasts_s = lasts_s
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        *,
+        with_network: bool,
+        lasts_s: float | None = None,
+        sections: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        self._lasts_s, self._sections = lasts_s, sections or {}
         self.folder, self.faults, self._seed = folder, folder / "faults", seed
         self.network = Network(SERVICES) if with_network else None
         self.disk = folder / "disk"
@@ -243,7 +252,7 @@ class RunUnderTest:
             (self.folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
             (self.folder / "reward.py").write_text(_REWARD.format(file=str(self.faults / "hang")))
             (self.folder / "token").write_text(f"{_SECRET}\n")
-        config = {
+        config: dict[str, Any] = {
             "name": NAME,
             "seed": self._seed,
             "model": {"path": "model"},
@@ -279,4 +288,4 @@ class RunUnderTest:
                 "max_restarts": 1000,
             },
         }
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
+        write_merged(self.folder, config, self._sections)

@@ -192,6 +192,8 @@ class GroupLedger:
             tokens = [num_sampled(saved.version) if (saved := saved_state(state)) else None for state in states]
             await abandon(self._redis, self._keys, list(zip(keys, tokens, strict=True)))
             await self._redis.hdel(self._keys.open, *(str(group) for group in groups))
+            if self._config.agent.used:  # a turn may have been written meanwhile; from now on the gateways refuse them
+                await abandon(self._redis, self._keys, [(key, None) for key in keys])
 
     async def _remove_tasks(self, is_removed: Callable[[int], bool]) -> None:
         """Remove the tasks of some groups from their streams; a generator that works on one loses its lease."""

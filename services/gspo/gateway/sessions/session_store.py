@@ -62,9 +62,15 @@ _WRITE = "redis.call('HSET', KEYS[1], unpack(ARGV, 2)) return 1"
 # with its rollout, perhaps before a worker without the reply asks again.
 _FINISH = "redis.call('HSET', KEYS[1], 'result', ARGV[2]) redis.call('SETEX', KEYS[3], ARGV[3], ARGV[4]) return 1"
 
-# KEYS: hash, turns, tokens, rollout_tokens. ARGV: secret, end of the lease, seconds, entry, name, sampled tokens, 1 for
-# an evaluation.
-_APPEND = """
+# KEYS: hash, turns, tokens, rollout_tokens, hash of the open groups. ARGV: secret, end of the lease, seconds, entry,
+# name, sampled tokens, 1 for an evaluation. Tokens of a group that has ended are counted, and no rollout has them.
+_APPEND = f"""
+local group = redis.call('HGET', KEYS[1], 'group')
+if group ~= '' and redis.call('HEXISTS', KEYS[5], group) == 0 then
+  local _, before = rollout_tokens(KEYS[4], ARGV[5])
+  refuse(KEYS[3], KEYS[4], ARGV[5], ARGV[1], before + ARGV[6], before)
+  return {_NOT_PLAYED}
+end
 redis.call('HSET', KEYS[1], 'until', ARGV[2])
 redis.call('RPUSH', KEYS[2], ARGV[4])
 redis.call('EXPIRE', KEYS[2], ARGV[3])
@@ -268,11 +274,11 @@ class SessionStore:
         """Write a part of a turn, and renew the lease.
 
         Raises:
-            SessionLostError: As `session`.
+            SessionLostError: As `session`; or the rollout's group has ended.
         """
         name, num_tokens = _parts(key)[0], len(entry.tokens.token_ids)
         args = time.time() + self._lease_s, _KEPT_S, entry.SerializeToString(), name, num_tokens, int(":" in name)
-        await self._run(self._append_script, key, *args, more_keys=self._ledger)
+        await self._run(self._append_script, key, *args, more_keys=[*self._ledger, self._keys.open])
 
     async def reserve(self, key: str, turn: str, context_tokens: int, answer_tokens: int) -> int | None:
         """Hold tokens for a request; the tokens that its answer may have.

@@ -1,4 +1,4 @@
-"""The tokens of a rollout that requests in flight reserve: side by side, at their ends, and with a lost gateway."""
+"""The tokens of an agent's rollout: those that requests in flight reserve, and those of a group that has ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from gspo.common.streams.keys import GATEWAY, Keys
-from gspo.gateway.sessions.session_store import Session, SessionStore
+from gspo.common.streams.token_counts import abandon, read_counts
+from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
+from gspo_proto.agent_pb2 import TurnEntry, TurnTokens
 from gspo_proto.rollout_pb2 import GroupTask
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -67,3 +69,18 @@ async def test_the_next_attempt_has_every_token(redis: Redis, keys: Keys, stores
     again = await second.lease("another")
     assert again is not None
     assert await second.reserve(again.key, "c", 0, 500) == FREE
+
+
+async def test_a_turn_of_an_ended_group_is_refused_and_leaves_no_token_in_flight(
+    redis: Redis, keys: Keys, stores: list[SessionStore]
+) -> None:
+    session = await leased(redis, keys, stores[0])
+    entry = TurnEntry(turn="a", tokens=TurnTokens(token_ids=[1, 2, 3], logp=[-1.0] * 3, version=[0] * 3))
+    await stores[0].append(session.key, entry)
+    # As the coordinator ends a group.
+    await abandon(redis, keys, [(session.name, None)])
+    await redis.hdel(keys.open, "7")
+    with pytest.raises(SessionLostError):
+        await stores[1].append(session.key, entry)
+    _, tokens = await read_counts(redis, keys)
+    assert tokens == {"generated": 6, "in_flight": 0, "unfinished": 3, "superseded": 3}
