@@ -1,11 +1,12 @@
 """Break the promises one by one in a copy of the tree, and see that their tests notice: `make test-promises`.
 
-`python -m tests.promises [WORD...]` tries those whose text or file holds one of the words. The tests
-must pass in the unbroken copy first. Exit codes: 0 every break was noticed, 1 one was not.
+The tests must pass in the unbroken copy first. Exit codes: 0 every break was noticed, 1 one was not, 2 no promise has
+one of the words.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import multiprocessing
 import os
@@ -96,6 +97,9 @@ def try_promise(promise: Promise, root: Path) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Try all promises, or those that hold one of the words; the exit code."""
     promises = [one for one in read_promises() if not words or any(w in one.promise or w in one.file for w in words)]
+    if not promises:
+        sys.stderr.write(f"no promise or file has {' or '.join(words)} in it; promises.yml lists them\n")
+        return 2
     for name in _SLOW_IMPORTS:
         importlib.import_module(name)
     table, num_unnoticed = Table("", "promise", "broken in", "its tests"), 0
@@ -117,4 +121,6 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tests.promises", description=__doc__)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="try those with one of these in their text or file")
+    sys.exit(main(parser.parse_args().words))
