@@ -75,11 +75,12 @@ class FunctionVersion:
 
 
 class RunFunctions:
-    """The functions of one run; read again when the log has grown. Any thread may ask."""
+    """The functions of one run. Each step file is read once. Any thread may ask."""
 
     def __init__(self, log: LogQuery, log_folder: Path) -> None:
         self._log, self._folder, self._lock = log, log_folder, Lock()
-        self._scored: tuple[tuple[int, ...], list[FunctionVersion]] = ((), [])
+        self._counted: set[int] = set()  # steps whose rollouts are in `_known`
+        self._known: dict[tuple[str, str], FunctionVersion] = {}
 
     def versions(self) -> list[FunctionVersion]:
         """Every version by name, the first used first.
@@ -100,31 +101,36 @@ class RunFunctions:
     def _scores(self) -> list[FunctionVersion]:
         """The versions in the step files, as new objects."""
         with self._lock:
-            steps = tuple(self._log.steps())
-            if self._scored[0] != steps:
-                self._scored = steps, self._read_scores()
+            steps = set(self._log.steps())
+            for known in self._known.values():
+                for step in self._counted - steps:
+                    known.scores.pop(step, None)
+                    known.failed.pop(step, None)
+            if new := sorted(steps - self._counted):
+                self._count(new)
+            self._counted = steps
             return [
-                FunctionVersion(known.name, known.version, scores=known.scores, failed=known.failed)
-                for known in self._scored[1]
+                FunctionVersion(known.name, known.version, scores=dict(known.scores), failed=dict(known.failed))
+                for known in self._known.values()
+                if known.steps
             ]
 
-    def _read_scores(self) -> list[FunctionVersion]:
-        versions: dict[tuple[str, str], FunctionVersion] = {}
-
-        def version_of(name: str, version: str) -> FunctionVersion:
-            return versions.setdefault((name, version), FunctionVersion(name, version))
-
-        for row in self._log.of_all_steps(_SCORES):
-            version_of(row["name"], row["version"]).scores[row["step"]] = (row["answers"], row["score"] or 0.0)
-        known = {*versions, *((source.name, source.version) for source in read_sources(self._folder))}
-        if known:
-            places = ", ".join(["(?, ?)"] * len(known))
+    def _count(self, steps: list[int]) -> None:
+        """Add the rollouts of further steps."""
+        for row in self._log.of_steps(steps, _SCORES):
+            known = self._version(row["name"], row["version"])
+            known.scores[row["step"]] = (row["answers"], row["score"] or 0.0)
+        keys = {*self._known, *((source.name, source.version) for source in read_sources(self._folder))}
+        if keys:
+            places = ", ".join(["(?, ?)"] * len(keys))
             sql = f"""SELECT known.name, known.version, step, count(*) AS failed
                 FROM log, (VALUES {places}) AS known(name, version)
                 WHERE failure IS NOT NULL AND contains(reward_version, known.version) AND {_IS_OF} GROUP BY ALL"""
-            for row in self._log.of_all_steps(sql, [text for pair in known for text in pair]):
-                version_of(row["name"], row["version"]).failed[row["step"]] = row["failed"]
-        return list(versions.values())
+            for row in self._log.of_steps(steps, sql, [text for key in keys for text in key]):
+                self._version(row["name"], row["version"]).failed[row["step"]] = row["failed"]
+
+    def _version(self, name: str, version: str) -> FunctionVersion:
+        return self._known.setdefault((name, version), FunctionVersion(name, version))
 
     def named(self, version: str) -> list[FunctionVersion]:
         """The functions of a version: one, unless several names have the same content."""

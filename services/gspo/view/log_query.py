@@ -7,7 +7,7 @@ http_api.py shows the answers. Columns are those of docs/log.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,13 +214,14 @@ class LogQuery:
         """The logged steps, in order."""
         return list(step_files(self._folder))
 
-    def of_all_steps(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Rows of a statement about `log`, the rollouts of all steps, from their files.
+    def of_steps(self, steps: Collection[int], sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Rows of a statement about `log`, the rollouts of some steps, from their files.
 
         Args:
+            steps: Those that are not in the log have no rows.
             sql: Not a reader's text; with one `?` for each of `values`.
         """
-        files = [str(path) for path in step_files(self._folder).values()]
+        files = [str(path) for step, path in step_files(self._folder).items() if step in steps]
         return self._ask(f"WITH log AS (FROM {READ}) {sql}", [files, *values]) if files else []
 
     def _ask_file(self, path: Path, sql: str, values: Sequence[Any]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from gspo.cli.report.overview import RunOverview
 from gspo.learner.assembly.rows import row_from_scored
 from gspo.learner.storage.step_log import StepLog
 from gspo.runlog.function_files import FunctionCalls, FunctionSource, write_calls, write_source
+from gspo.runlog.step_files import step_file
 from gspo.view.function_versions import DifferenceLine, RunFunctions, difference_of, function_curves
 from gspo.view.http_api import make_page
 from gspo.view.log_query import LogQuery
@@ -74,11 +75,13 @@ def test_versions_have_their_scores_failures_and_times(functions: RunFunctions) 
     assert (new.version, new.answers, new.mean, new.num_failed, new.calls) == (NEW, 2, 0.75, 0, None)
 
 
-def test_a_step_that_appears_is_counted(functions: RunFunctions, run_dir: Path) -> None:
+def test_a_step_counts_from_its_appearance_to_its_end(functions: RunFunctions, run_dir: Path) -> None:
     assert functions.versions()[1].answers == 2
     log = StepLog(run_dir / "log")
     log.write(4, [replace(row, step=4) for row in log.read(3)])
     assert functions.versions()[1].answers == 4
+    step_file(run_dir / "log", 4).unlink()
+    assert functions.versions()[1].answers == 2
 
 
 def test_curves_have_a_line_for_each_version(functions: RunFunctions) -> None:

@@ -70,8 +70,8 @@ def try_on_log(run_dir: Path, candidate: str, name: str, steps: int, most: int) 
     logged = log.steps()[-steps:]
     if not logged:
         raise InputError(str(run_dir), "has no logged step", "Give a run that has trained")
-    sql = f'SELECT {", ".join(_COLUMNS)} FROM log WHERE step >= ? ORDER BY step DESC, "group", number LIMIT ?'
-    rows = _whole_groups(log.of_all_steps(sql, (logged[0], most + 1)), most)
+    sql = f'SELECT {", ".join(_COLUMNS)} FROM log ORDER BY step DESC, "group", number LIMIT ?'
+    rows = _whole_groups(log.of_steps(logged, sql, (most + 1,)), most)
     scored = {_function_of(part) for row in rows for part in _parts(row) if part["version"]}
     names = sorted(scored | {source.name for source in read_sources(run_dir / "log") if source.kind == "reward"})
     if name not in names and (name or len(names) != 1):
