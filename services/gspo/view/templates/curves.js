@@ -85,7 +85,7 @@
     const answer = await fetch("/");
     if (answer.ok) {
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-      document.getElementById("facts").replaceWith(page.getElementById("facts"));
+      for (const id of ["facts", "details"]) document.getElementById(id).replaceWith(page.getElementById(id));
     }
     await draw();
   }
