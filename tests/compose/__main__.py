@@ -29,7 +29,8 @@ from tests.compose.refusals import generator_with_another_token, refusals, unrea
 EXIT_FAILED, EXIT_NOT_TESTED = 1, 3
 NOT_HERE = ("grafana",)
 SERVICES = ("coordinator", "reward", "generation", "learner")
-MAX_LIGHT_MB = 300
+# Of the images without torch. The coordinator's reads every format of prompts, and serves the page of the run.
+MAX_ADDED_MB = {"coordinator": 500, "reward": 300, "agents": 300, "proxy": 300}
 # Far more than a quiet machine takes: CI shares its own with other work.
 READY_S = 900
 OUTSIDE = ("pypi.org", "1.1.1.1")
@@ -63,7 +64,8 @@ def build(docker: Docker) -> None:
         added = (image["Size"] - base) / 1e6
         report_progress(f"image gspo-{name} adds {added:.0f} MB to its base")
         assert image["Config"]["User"] == "gspo", f"gspo-{name} runs as {image['Config']['User'] or 'root'}"
-        assert name == "engine" or added < MAX_LIGHT_MB, f"gspo-{name} adds {added:.0f} MB"
+        most = MAX_ADDED_MB.get(name, added)
+        assert added <= most, f"gspo-{name} adds {added:.0f} MB, and may add {most}"
 
 
 def start(house: ComposeProject, services: list[str], line: str) -> None:
