@@ -24,7 +24,7 @@ except urllib.error.HTTPError as error:
 """
 DIFFERS = "refuses our token: the secrets in services.token_file of both differ"
 # vLLM's start, beside two that generate.
-START_S, STEPS_S = 300.0, 120.0
+START_S, STEPS_S = 300.0, 300.0
 
 
 def refusals(docker: Docker, folder: Path) -> None:
