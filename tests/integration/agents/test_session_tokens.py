@@ -71,7 +71,7 @@ async def test_the_next_attempt_has_every_token(redis: Redis, keys: Keys, stores
     assert await second.reserve(again.key, "c", 0, 500) == FREE
 
 
-async def test_a_turn_of_an_ended_group_is_refused_and_leaves_no_token_in_flight(
+async def test_tokens_of_an_ended_group_are_refused_and_counted(
     redis: Redis, keys: Keys, stores: list[SessionStore]
 ) -> None:
     session = await leased(redis, keys, stores[0])
