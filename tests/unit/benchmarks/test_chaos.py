@@ -81,7 +81,13 @@ def _logged(log: StepLog) -> list[tuple[int, Row]]:
 
 def _row(row: Row, step: int, key: int) -> Row:
     version_T = np.full(len(row.token_ids), step - 1, np.int32)
-    logp_T = log_probs(row.token_ids.tolist(), len(row.prompt_token_ids), key)
+    # A branch begins with a context of its own.
+    logp_T = np.concatenate(
+        [
+            log_probs(row.token_ids[first:last].tolist(), 0 if first else len(row.prompt_token_ids), key)
+            for first, last in row.branch_bounds
+        ]
+    )
     return replace(row, group=row.group + 2 * (step - 1), version=version_T, logp=logp_T)
 
 
