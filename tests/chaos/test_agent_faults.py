@@ -10,13 +10,10 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 from asyncio.subprocess import Process
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from itertools import pairwise
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +24,13 @@ from benchmarks.chaos.faults import strike
 from benchmarks.chaos.invariants import check
 from benchmarks.chaos.schedule import Fault
 from benchmarks.chaos.target import MAX_ATTEMPTS, RunUnderTest
-from gspo.agents.relay import Relay, Streams
+from gspo.agents.relay import Streams
 from gspo.common.streams.instances import list_instances
-from gspo.learner.assembly.rows import Row
-from tests.support.tiny_model import make_tokenizer
+from tests.support.agents.lossy_processes import balancer
+from tests.support.agents.sampled_texts import sampled_texts
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
-TOKENIZER = make_tokenizer()
 WELL_S, NUM_WORKERS, AGENTS_EACH = 300.0, 2, 25
 SECTIONS: dict[str, dict[str, Any]] = {
     "gateway": {"replicas": 2},
@@ -102,27 +98,23 @@ class Workers:
         os.kill(self._running[0].pid, signal.SIGKILL)
 
 
-@asynccontextmanager
-async def balancer(world: RunUnderTest) -> AsyncIterator[str]:
-    """An address that passes connections on to a gateway which runs, as a load balancer does."""
-
-    async def dial() -> Streams:
-        try:
-            gateways = await list_instances(world.redis, world.keys, "gateway")
-        except RedisError as error:
-            raise OSError(str(error)) from error
-        if not gateways:
-            raise OSError("no gateway runs")
-        host, port = random.choice(gateways).http.rsplit(":", 1)  # noqa: S311 - of no secret
-        return await asyncio.open_connection(host, int(port))
-
-    listening = socket.create_server(("127.0.0.1", 0))
-    async with Relay(listening, "gateway", dial, 8 * NUM_WORKERS * AGENTS_EACH):
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+async def dial_gateway(world: RunUnderTest) -> Streams:
+    """A connection to a gateway that runs."""
+    try:
+        gateways = await list_instances(world.redis, world.keys, "gateway")
+    except RedisError as error:
+        raise OSError(str(error)) from error
+    if not gateways:
+        raise OSError("no gateway runs")
+    host, port = random.choice(gateways).http.rsplit(":", 1)  # noqa: S311 - of no secret
+    return await asyncio.open_connection(host, int(port))
 
 
 async def test_nothing_is_lost_doubled_or_mixed_up_under_kills(tmp_path: Path) -> None:
-    async with RunUnderTest(tmp_path, 0, with_network=False, sections=SECTIONS) as world, balancer(world) as url:
+    async with (
+        RunUnderTest(tmp_path, 0, with_network=False, sections=SECTIONS) as world,
+        balancer(lambda: dial_gateway(world)) as url,
+    ):
         workers = Workers(tmp_path, url)
         keeping = asyncio.create_task(workers.keep())
         try:
@@ -150,14 +142,7 @@ async def test_nothing_is_lost_doubled_or_mixed_up_under_kills(tmp_path: Path) -
         assert row.reward is not None
         task = by_reward[row.reward]
         assert task["id"] == f"{row.group}-{row.number}"
-        missing = Counter(text.strip() for text in task["answers"]) - Counter(sampled_texts(row))
+        missing = Counter(text.strip() for text in task["answers"]) - Counter(
+            sampled_texts(row.token_ids.tolist(), (row.version >= 0).tolist(), row.branch_starts.tolist())
+        )
         assert not missing, f"{task['id']}: its agent read {missing}"
-
-
-def sampled_texts(row: Row) -> list[str]:
-    """The text of each of the policy's turns in a rollout."""
-    is_sampled = (row.version >= 0).tolist()
-    changes = [place + 1 for place, (before, behind) in enumerate(pairwise(is_sampled)) if before != behind]
-    bounds = sorted({0, *changes, *row.branch_starts.tolist(), len(is_sampled)})
-    runs = [row.token_ids[first:last] for first, last in pairwise(bounds) if is_sampled[first]]
-    return [TOKENIZER.decode(token_ids.tolist(), skip_special_tokens=True).strip() for token_ids in runs]

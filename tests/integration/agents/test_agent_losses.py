@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from tests.integration.generation.conftest import SharedEngine, running_engine
 from tests.integration.generation.test_agents import AgentRun, assert_log_probs, branches, started_run
 from tests.support.agents.lossy_processes import AGENTS, lossy_processes
 from tests.support.agents.restless_agent import RestlessAgent
+from tests.support.agents.sampled_texts import sampled_texts
 from tests.support.started_gateway import TOKENIZER
 from tests.support.tiny_model import make_tiny_model
 from tests.support.weights import stage
@@ -84,22 +84,11 @@ def check(rollouts: list[Rollout], agent: RestlessAgent) -> None:
         assert not rollout.episode.failure, rollout.episode.failure
         played = agent.played[rollout.episode.reward]
         assert played.id == f"{rollout.group}-{rollout.number}"
-        sampled = Counter(sampled_texts(rollout))
+        sampled = Counter(sampled_texts(rollout.token_ids, rollout.mask, rollout.branch_starts))
         answers = Counter(text.strip() for text in played.answers)
         assert not answers - sampled, (played, sampled)
         # An answer that was sampled to its end before its request was cancelled or its reply lost is one more.
         assert sum((sampled - answers).values()) <= played.num_unread
-
-
-def sampled_texts(rollout: Rollout) -> list[str]:
-    """The text of each of the policy's turns."""
-    bounds = [
-        0,
-        *(place + 1 for place in range(len(rollout.mask) - 1) if rollout.mask[place] != rollout.mask[place + 1]),
-    ]
-    starts = sorted({*bounds, *rollout.branch_starts, len(rollout.mask)})
-    runs = [rollout.token_ids[first:last] for first, last in pairwise(starts) if rollout.mask[first]]
-    return [TOKENIZER.decode(list(token_ids), skip_special_tokens=True).strip() for token_ids in runs]
 
 
 async def test_fifty_agents_under_losses_and_updates(redis_url: str, tmp_path: Path) -> None:

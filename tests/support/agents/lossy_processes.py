@@ -99,8 +99,7 @@ async def lossy_processes(
             await add_gateway()
         for _ in range(2):
             await add_generator()
-        listening = await stack.enter_async_context(_balancer(dial))
-        url = f"http://127.0.0.1:{listening}"
+        url = await stack.enter_async_context(balancer(dial))
         for _ in range(2):
             add_worker()
         lose = {"gateway": lose_gateway, "generator": lose_generator, "worker": lose_worker}
@@ -111,10 +110,11 @@ async def lossy_processes(
 
 
 @asynccontextmanager
-async def _balancer(dial: Callable[[], Awaitable[Streams]]) -> AsyncIterator[int]:
+async def balancer(dial: Callable[[], Awaitable[Streams]]) -> AsyncIterator[str]:
+    """An address that passes each connection on to a gateway which `dial` reaches, as a load balancer does."""
     listening = socket.create_server(("127.0.0.1", 0))
     async with Relay(listening, "gateway", dial, MAX_CONNECTIONS * AGENTS):
-        yield listening.getsockname()[1]
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 async def _end_leases(service: Service, worker: str) -> None:
