@@ -10,9 +10,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing import current_process, get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def _vocabulary(model: str) -> float:
 class ForkedProcess:
     """A forked process that waits for its work; a multiprocessing.Process, and the context that makes it, in one.
 
-    It also ends when this process ends before it has work.
+    It also ends when this process ends before it has work. Several threads may wait for its end.
 
     Raises:
         RuntimeError: This process has more than one thread.
@@ -80,6 +81,7 @@ class ForkedProcess:
         receiver.close()
         # It comes before multiprocessing's own exit handler, which joins the processes and would wait for this one.
         atexit.register(self._sender.close)
+        self._asking = threading.Lock()
         self._work: tuple[Callable[..., None], Mapping[str, Any]] | None = None
 
     def Process(self, *, target: Callable[..., None], name: str, kwargs: Mapping[str, Any]) -> ForkedProcess:
@@ -99,8 +101,28 @@ class ForkedProcess:
         self._sender.send((self._process.name, dict(os.environ), self._work))
         self._sender.close()
 
+    # The system gives the exit code to one thread alone. multiprocessing takes the process for alive in every other
+    # until that one has written it down, and vLLM, which has two that wait, warns of a process that does not end.
+
+    @property
+    def exitcode(self) -> int | None:
+        """As a process's; None while it runs."""
+        with self._asking:
+            return self._process.exitcode
+
+    def is_alive(self) -> bool:
+        """As a process's."""
+        with self._asking:
+            return self._process.is_alive()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """As a process's: wait for its end, for ever without a timeout."""
+        if wait([self._process.sentinel], timeout_s):
+            with self._asking:
+                self._process.join()
+
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the process's own: pid, sentinel, exitcode, join, kill."""
+        """Everything else is the process's own: pid, sentinel, terminate, kill."""
         return getattr(self._process, name)
 
 

@@ -93,6 +93,31 @@ def _run(body: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
+def test_each_of_two_threads_that_wait_for_the_end_sees_it() -> None:
+    done = _run(
+        """
+processes = [ForkedProcess() for _ in range(40)]
+threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(int, 1)], daemon=True).start()
+
+def end(process):
+    wait([process.sentinel], 10)
+    process.exitcode
+    alive.append(process.is_alive())
+
+alive = []
+for process in processes:
+    other = threading.Thread(target=end, args=(process,))
+    other.start()
+    process.Process(target=sys.exit, name="EngineCore", kwargs={}).start()
+    process.join(10)
+    alive.append(process.is_alive())
+    other.join(10)
+print(len(alive), sum(alive))
+"""
+    )
+    assert done.stdout.split() == ["80", "0"], done.stderr
+
+
 def test_it_runs_its_work_with_the_environment_of_the_start(tmp_path: Path) -> None:
     done = _run(
         """
