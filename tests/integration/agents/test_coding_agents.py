@@ -239,7 +239,7 @@ PLAYS = {
     "claude": """
 export ANTHROPIC_MODEL=$GSPO_MODEL ANTHROPIC_DEFAULT_HAIKU_MODEL=$GSPO_MODEL
 export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1
-./claude -p "$ASKED" --allowedTools Bash < /dev/null || exit 3
+./claude -p "$ASKED" --allowedTools Bash < /dev/null || $ELSE
 """,
     "opencode": """
 cat > opencode.json << END
@@ -248,24 +248,31 @@ cat > opencode.json << END
  "model": "gspo/$GSPO_MODEL", "permission": {"*": "allow"}, "autoupdate": false}
 END
 export OPENCODE_DISABLE_MODELS_FETCH=1 OPENCODE_DISABLE_LSP_DOWNLOAD=1
-./opencode run "$ASKED" < /dev/null || exit 3
+./opencode run "$ASKED" < /dev/null || $ELSE
 """,
 }
 
 
-def play_file(folder: Path, name: str) -> Path:
+def play_file(folder: Path, name: str, otherwise: str) -> Path:
     path = folder / "play.sh"
-    path.write_text(f"ASKED='{ASKED}'\n{PLAYS[name]}{ENDS}")
+    path.write_text(f"ASKED='{ASKED}' ELSE='{otherwise}'\n{PLAYS[name]}{ENDS}")
     return path
 
 
-async def played(shared: SharedEngine, redis_url: str, tmp_path: Path, name: str, program: Path) -> Rollout:
-    """A rollout that the program has played in a sandbox of the run."""
+async def played(
+    shared: SharedEngine, redis_url: str, tmp_path: Path, name: str, program: Path, otherwise: str = "exit 3"
+) -> Rollout:
+    """A rollout that the program has played in a sandbox of the run; `otherwise` is what follows where it fails."""
     sections: dict[str, Any] = {"algorithm": LENGTHS, "gateway": {"tool_parser": "hermes"}}
-    agent = {"command": ["sh", "play.sh"], "reads": [str(play_file(tmp_path, name)), str(program)], "workers": 1}
+    agent = {
+        "command": ["sh", "play.sh"],
+        "reads": [str(play_file(tmp_path, name, otherwise)), str(program)],
+        "workers": 1,
+    }
     agent |= {"answer_tokens": 400, "lease_s": 300.0, "memory_mb": 8192}
     async with playing(shared, redis_url, tmp_path / "run", sections=sections, **agent) as (run, _):
-        await run.issue(prompt=Prompt(token_ids=[5], text=ASKED, messages_json="[]", columns_json="{}"))
+        prompt = Prompt(token_ids=[5], text=ASKED, messages_json="[]", columns_json="{}")
+        await run.issue(prompt=prompt, max_tokens=LENGTHS["response_length"])
         return Rollout.FromString(await run.next_entry(run.keys.rollouts, bytes, timeout_s=300.0))
 
 
@@ -284,14 +291,17 @@ async def test_a_coding_agent_plays_in_a_sandbox(
 
 @pytest.mark.long
 async def test_a_coding_agent_of_a_real_engine(redis_url: str, tmp_path: Path, programs: dict[str, Path]) -> None:
-    """A random policy writes no call; the agent ends with its text, and every token has its log-prob."""
+    """A random policy writes no call, and every token has its log-prob.
+
+    The agent ends with its text. Or the text was cut: it asks for the rest, three times, and fails.
+    """
     model, _ = make_long_model(tmp_path / "model")
     longest = LENGTHS["prompt_length"] + LENGTHS["response_length"]
     arguments = engine_arguments(model, GenerationConfig(max_rollouts=4, kv_cache_gb=0.5), max_model_len=longest)
     engine, copies = await Engine.start(arguments), PolicyCopies.from_folder(model, "float32")
     try:
         shared = SharedEngine(engine, copies, [model])
-        rollout = await played(shared, redis_url, tmp_path, "claude", programs["claude"])
+        rollout = await played(shared, redis_url, tmp_path, "claude", programs["claude"], otherwise="true")
     finally:
         await engine.stop()
         copies.close()

@@ -80,7 +80,9 @@ class AgentRun:
         self.redis, self.keys = gateway.service.redis, gateway.service.keys
         self.token = {"authorization": f"Bearer {gateway.service.options.token}"}
 
-    async def issue(self, num_rollouts: int = 1, **more: Any) -> GroupTask:
+    async def issue(
+        self, num_rollouts: int = 1, max_tokens: int = LENGTHS["response_length"], **more: Any
+    ) -> GroupTask:
         """A task as the coordinator issues it."""
         self._group += 1
         prompt = Prompt(token_ids=[5], text="p", messages_json=json.dumps([FIRST]), columns_json='{"answer": "3"}')
@@ -90,7 +92,7 @@ class AgentRun:
             group=self._group,
             attempt=1,
             num_rollouts=num_rollouts,
-            sampling=Sampling(temperature=TEMPERATURE, max_tokens=LENGTHS["response_length"], top_p=1.0),
+            sampling=Sampling(temperature=TEMPERATURE, max_tokens=max_tokens, top_p=1.0),
             rewards=[RewardUse(name="agent", weight=1.0)],
             issued_unix_s=time.time(),
             **keys,

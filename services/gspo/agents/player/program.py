@@ -293,7 +293,10 @@ def _descendants(root: int) -> list[int]:
 
 
 def _use_as_home(folder: Path) -> None:
-    os.environ.update(HOME=str(folder), TMPDIR=str(folder))
+    # A temporary folder of its own: a program may make one there of the name that a link to a file has.
+    temporary = folder / ".tmp"
+    temporary.mkdir()
+    os.environ.update(HOME=str(folder), TMPDIR=str(temporary))
     tempfile.tempdir = None  # forget the folder of the first use
 
 

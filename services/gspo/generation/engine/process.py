@@ -101,8 +101,8 @@ class ForkedProcess:
         self._sender.send((self._process.name, dict(os.environ), self._work))
         self._sender.close()
 
-    # The system gives the exit code to one thread alone. multiprocessing takes the process for alive in every other
-    # until that one has written it down, and vLLM, which has two that wait, warns of a process that does not end.
+    # Two threads of vLLM wait for the end, and the system gives the exit code to one of them. Until that one has
+    # written it down, multiprocessing tells the other that the process is alive, and vLLM warns of one to kill.
 
     @property
     def exitcode(self) -> int | None:

@@ -57,7 +57,10 @@ def become_command(setup_json: str) -> NoReturn:
     os.chdir(setup["folder"])
     for path in map(Path, setup["reads"]):
         Path(path.name).symlink_to(path)
-    os.environ.update(HOME=setup["folder"], TMPDIR=setup["folder"])
+    # A temporary folder of its own: a program may make one there of the name that a link to a file has.
+    temporary = Path(".tmp")
+    temporary.mkdir()
+    os.environ.update(HOME=setup["folder"], TMPDIR=str(temporary.absolute()))
     program = setup["command"][0]
     try:
         os.execvp(program, setup["command"])  # noqa: S606 - the purpose of this process
