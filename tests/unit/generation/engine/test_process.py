@@ -100,8 +100,7 @@ processes = [ForkedProcess() for _ in range(40)]
 threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(int, 1)], daemon=True).start()
 
 def end(process):
-    wait([process.sentinel], 10)
-    process.exitcode
+    process.join(10)
     alive.append(process.is_alive())
 
 alive = []
