@@ -43,7 +43,10 @@ SMALL: dict[str, dict[str, Any]] = {
 SMALLER: dict[str, dict[str, dict[str, Any]]] = {
     "long_answers": {"algorithm": {"overlong_buffer": 16}, "generation": {"segment_tokens": 24}},
     "conversation": {"environment": {"max_turns": 2, "turn_tokens": 8}},
-    "tools": {"environment": {"max_turns": 2, "turn_tokens": 16}, "algorithm": {"prompt_length": 1536}},
+    **dict.fromkeys(
+        ("mcp", "tools"),
+        {"environment": {"max_turns": 2, "turn_tokens": 16}, "algorithm": {"prompt_length": 1536}},
+    ),
 }
 # A judge of OpenAI's form that rates by the length of the question.
 JUDGE = """
@@ -91,8 +94,8 @@ def smaller(recipe: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
     shutil.copytree(recipe, folder, dirs_exist_ok=True)
     config = yaml.safe_load((recipe / "config.yaml").read_text())
     tokenizer = make_tokenizer()
-    if recipe.name == "tools":
-        tokenizer.chat_template = "{% if tools %}{{ tools | length }} tools\n{% endif %}" + tokenizer.chat_template
+    if recipe.name in ("mcp", "tools"):
+        tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + tokenizer.chat_template
     make_tiny_model(folder / "model", num_experts=4 if recipe.name == "moe" else 0, scale=2.0, tokenizer=tokenizer)
     config["model"] = {"path": "model"}
     config.pop("placement", None)  # shared cards need a card
