@@ -106,6 +106,7 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "tree"
         copy_tree(root)
+        sys.stderr.write(f"the tests of {len(promises)} promises in the unbroken copy\n")
         found, printed = failing(root, dict.fromkeys(test for one in promises for test in one.tests))
         if found:
             sys.stderr.write(f"{printed}\nThese fail without any break: {', '.join(sorted(found))}\n")

@@ -246,7 +246,8 @@ async def test_memory_is_of_all_processes_together(tmp_path: Path) -> None:
     async def play(task):
         for _ in range(task.columns["processes"]):
             if os.fork() == 0:
-                block = bytearray(b"x" * 60 * 2**20)
+                block = bytearray(60 * 2**20)
+                block[::4096] = b"x" * (len(block) // 4096)  # every page is in memory then
                 time.sleep(60)
         if not task.columns["processes"]:
             block = bytearray(10**9)

@@ -270,10 +270,10 @@ async def test_a_rewritten_history_is_a_branch_and_every_token_is_trained_once(r
     assert second["content"] in texts[1]
     assert "Summary" in texts[2]
     assert first["content"] in texts[3]
-    # The turn that two branches share counts in the first alone: here as many tokens as the last request had at most.
+    # The turn that two branches share counts in the first alone: here the last request's answer counts, and no more.
     sampled = branches(rollout)[3][1]
-    assert sum(sampled) <= 8
-    assert not any(sampled[: len(rollout.prompt.token_ids) + 1])
+    assert 0 < sum(sampled) <= 8
+    assert all(sampled[-sum(sampled) :])
     assert_log_probs(rollout, {run.gateway.shared.engine.version: run.gateway.shared.folder})
 
 
