@@ -39,14 +39,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "learner": {"threads": 1},
     "run": {"total_steps": STEPS, "checkpoint_every": 1, "directory": "runs"},
 }
+# The template writes the tools into every prompt.
+TOOLS = {"environment": {"max_turns": 2, "turn_tokens": 16}, "algorithm": {"prompt_length": 1536}}
 # Further sizes, by recipe.
 SMALLER: dict[str, dict[str, dict[str, Any]]] = {
     "long_answers": {"algorithm": {"overlong_buffer": 16}, "generation": {"segment_tokens": 24}},
     "conversation": {"environment": {"max_turns": 2, "turn_tokens": 8}},
-    **dict.fromkeys(
-        ("mcp", "tools"),
-        {"environment": {"max_turns": 2, "turn_tokens": 16}, "algorithm": {"prompt_length": 1536}},
-    ),
+    "mcp": TOOLS,
+    "tools": TOOLS,
 }
 # A judge of OpenAI's form that rates by the length of the question.
 JUDGE = """
