@@ -27,6 +27,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from gspo_core.bfloat16_products import use_float32_products
+
 BACKEND = "gspo"
 # Beginnings of vLLM's warnings that follow from our own settings or hold for every CPU. In the log of every healthy run
 # they would hide the warnings that matter.
@@ -35,6 +37,8 @@ _EXPECTED = (
     "Enforce eager set",
     "TORCH_COMPILE_DISABLE is set",
     "Inductor compilation was disabled by user settings",
+    # In bfloat16 on a CPU without its instructions; torch's products, which it falls back to, are then made in float32.
+    "Failed to create oneDNN linear",
     # There is no Triton for CPUs in the packages that vLLM's CPU build comes with.
     "Triton is not installed",
     "Model Runner V2 requires Triton",
@@ -89,6 +93,8 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
         # vLLM's attention in bfloat16 uses AMX if the CPU has it. Linux gives that to a process at its request alone,
         # which vLLM does not make: the first token would end the process by an illegal instruction.
         torch.cpu._init_amx()
+        if self.model_config.dtype == torch.bfloat16:
+            use_float32_products()
         if self.vllm_config.speculative_config is not None:
             from gspo.generation.engine.draft_kernels import repair_kernels  # here: it loads vLLM's sampler
 

@@ -51,6 +51,7 @@ from gspo.learner.training.gpu_memory import own_fraction
 from gspo.learner.training.host_states import HostStates
 from gspo.learner.training.rank_cards import gather_cards
 from gspo.learner.training.trainer_api import Hyperparameters
+from gspo_core.bfloat16_products import use_float32_products
 
 # DeepSpeed's configuration of a frozen model, where its weights are spread.
 _FROZEN = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -68,6 +69,8 @@ class PolicyEngine:
         self._threads = config.learner.threads or cores_per_rank(num_local_ranks())
         torch.set_num_threads(self._threads)
         self._device = _join(config)
+        if self._device.type == "cpu" and config.learner.dtype == "bfloat16":
+            use_float32_products()
         self._rank, self._num_ranks = distributed.get_rank(), distributed.get_world_size()
         with return_freed_memory():
             spreading = self._spreading(engine_config(config)) if self._is_spread else None
