@@ -32,6 +32,8 @@ PAGE = "gspo.view"
 DEEPSPEED_FILE = "services/gspo/learner/training/policy_engine.py"
 # A program that the reward service starts where a reward model is asked for; nothing imports it.
 TORCH_PROGRAM = "services/gspo/reward/functions/builtins/reward_model.py"
+# The one shared module that needs torch: the engines of generators and learners call it.
+TORCH_MODULE = "services/gspo/common/host/bfloat16_products.py"
 WITHOUT_TORCH = (
     "services/gspo/agents",
     "services/gspo/common",
@@ -117,7 +119,7 @@ def _foreign_services(path: str, imported: set[str]) -> Iterator[str]:
 
 def _foreign_engines(path: str, imported: set[str]) -> Iterator[str]:
     tops = {_top(name) for name in imported}
-    if path.startswith(WITHOUT_TORCH) and path != TORCH_PROGRAM:
+    if path.startswith(WITHOUT_TORCH) and path not in (TORCH_PROGRAM, TORCH_MODULE):
         yield from (f"imports {top}, and runs without torch" for top in sorted(tops & {"torch", "gspo_core"}))
     if "vllm" in tops and not path.startswith(("services/gspo/generation/", "services/gspo/gateway/")):
         yield "imports vllm outside services/gspo/generation and services/gspo/gateway"
@@ -281,6 +283,7 @@ def test_a_rule_fails_when_it_is_broken(path: str, source: str, said: str) -> No
         ("services/gspo/mcp_servers/server_program.py", "from gspo.reward.sandbox.inside import scratch"),
         ("services/gspo/reward/http_api/routes.py", "from fastapi import FastAPI"),
         (TORCH_PROGRAM, "import torch\nfrom transformers import AutoTokenizer"),
+        (TORCH_MODULE, "import torch"),
         ("services/gspo/common/streams/events.py", "redis.xadd(self._keys.events, fields, maxlen=10)"),
         ("services/gspo/common/streams/inbox.py", '"""Never with MAXLEN."""'),
         ("services/gspo/learner/training/trainer.py", "torch.load(path, weights_only=True)"),
@@ -298,7 +301,7 @@ for name in ("torch", "vllm", "deepspeed", "gspo_core"):
 for package in sys.argv[1:]:
     found = importlib.import_module(package)
     for module in pkgutil.walk_packages(found.__path__, package + "."):
-        if not module.name.endswith("__main__") and "builtins" not in module.name and ".inside" not in module.name:
+        if not any(part in module.name for part in ("__main__", "builtins", ".inside", "bfloat16_products")):
             importlib.import_module(module.name)
 """
 

@@ -150,8 +150,9 @@ def _explain(stage: str, times: Times) -> tuple[str, list[str]]:
             return f"the learner waits {share} of a step for rewards{by_function}", [faster, more, *lag]
         case "training":
             waited_s = times.generation_s + times.seconds_of("reward")
-            quicker = [] if config.learner.dtype == "bfloat16" else ["learner.dtype: bfloat16"]
-            means = ", ".join([*quicker, f"learner.ranks above {config.learner.ranks}", "or a GPU"])
+            bfloat16 = "learner.dtype: bfloat16 where the processor has it, "
+            quicker = "" if config.learner.dtype == "bfloat16" else bfloat16
+            means = f"{quicker}learner.ranks above {config.learner.ranks}, or a GPU"
             because = (
                 f"training takes {share} of a step, and the learner waits {waited_s:.2g} s for rollouts and rewards"
             )

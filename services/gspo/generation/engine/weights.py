@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from gspo_core.bfloat16_products import use_float32_products
+from gspo.common.host.bfloat16_products import use_float32_products
 
 BACKEND = "gspo"
 # Beginnings of vLLM's warnings that follow from our own settings or hold for every CPU. In the log of every healthy run

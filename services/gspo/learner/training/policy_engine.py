@@ -24,6 +24,7 @@ from torch import Tensor, distributed
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.host.bfloat16_products import use_float32_products
 from gspo.common.host.durable_write import replace_file
 from gspo.common.host.machine import generators_per_gpu, visible_gpus
 from gspo.common.host.process_tuning import return_freed_memory
@@ -51,7 +52,6 @@ from gspo.learner.training.gpu_memory import own_fraction
 from gspo.learner.training.host_states import HostStates
 from gspo.learner.training.rank_cards import gather_cards
 from gspo.learner.training.trainer_api import Hyperparameters
-from gspo_core.bfloat16_products import use_float32_products
 
 # DeepSpeed's configuration of a frozen model, where its weights are spread.
 _FROZEN = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}

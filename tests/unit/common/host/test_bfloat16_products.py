@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gspo_core import bfloat16_products
-from gspo_core.bfloat16_products import use_float32_products
+from gspo.common.host import bfloat16_products
+from gspo.common.host.bfloat16_products import use_float32_products
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def test_gradients_are_those_of_float32():
 
 @pytest.mark.usefixtures("replaced")
 def test_batches_scales_and_groups():
-    left, right = matrix(3, 8, 16), matrix(3, 16, 8, seed=1)
-    assert torch.equal(left @ right, (left.float() @ right.float()).bfloat16())
-    added = torch.baddbmm(matrix(3, 8, 8, seed=2), left, right, beta=2, alpha=0.5)
-    expected = torch.baddbmm(matrix(3, 8, 8, seed=2).float(), left.float(), right.float(), beta=2, alpha=0.5)
+    x_BMK, y_BKM = matrix(3, 8, 16), matrix(3, 16, 8, seed=1)
+    assert torch.equal(x_BMK @ y_BKM, (x_BMK.float() @ y_BKM.float()).bfloat16())
+    added = torch.baddbmm(matrix(3, 8, 8, seed=2), x_BMK, y_BKM, beta=2, alpha=0.5)
+    expected = torch.baddbmm(matrix(3, 8, 8, seed=2).float(), x_BMK.float(), y_BKM.float(), beta=2, alpha=0.5)
     assert torch.equal(added, expected.bfloat16())
     ends, rows, experts = torch.tensor([5, 8], dtype=torch.int32), matrix(8, 16), matrix(2, 16, 8, seed=3)
     grouped = functional.grouped_mm(rows, experts, offs=ends)
