@@ -145,27 +145,32 @@ def _gspo_token_is_alike(results: Results, arm: str) -> tuple[bool, str] | None:
 
 
 def _noise_costs_less(results: Results, arm: str) -> tuple[bool, str] | None:
-    runs = {(run["sigma"], run["algorithm"]): run for run in results.values() if run["experiment"] == "noise"}
-    sigmas = [sigma for sigma, _ in runs if all((sigma, name) in runs for name in COMPARED)]
-    clean = [[run for run in best_runs(results, arm, name) if run["seed"] == 0] for name in COMPARED]
-    if not sigmas or not all(clean):
-        return None
-    sigma = max(sigmas)
-    gspo, grpo = (
-        last_reward(of_one[0]) - last_reward(runs[sigma, name]) for of_one, name in zip(clean, COMPARED, strict=True)
-    )
-    return gspo <= grpo + NOISE, f"reward lost at sigma {sigma:g}: GSPO {gspo:.3f}, GRPO {grpo:.3f} (one seed)"
+    runs = _by_seed(results, "noise", lambda run: (run["sigma"], run["algorithm"]))
+    sigmas = sorted({sigma for sigma, _ in runs}, reverse=True)
+    for name in COMPARED:
+        runs[0.0, name] = {run["seed"]: run for run in best_runs(results, arm, name)}
+    for sigma in sigmas:
+        compared = _at_equal_seeds(runs, [(noise, name) for name in COMPARED for noise in (0.0, sigma)])
+        if compared:
+            (gspo, noisy_gspo, grpo, noisy_grpo), num_seeds = compared
+            lost = gspo - noisy_gspo, grpo - noisy_grpo
+            words = f"reward lost at sigma {sigma:g}: GSPO {lost[0]:.3f}, GRPO {lost[1]:.3f} (seeds: {num_seeds})"
+            return lost[0] <= lost[1] + NOISE, words
+    return None
 
 
 def _engine_log_probs_will_do(results: Results, _arm: str) -> tuple[bool, str] | None:
-    runs = {name: run for name, run in results.items() if run["experiment"] == "lag"}
-    pairs = {lag: [runs.get(f"lag-{lag}-{name}") for name in DENOMINATORS] for lag in LAGS}
-    both = {lag: [last_reward(run) for run in pair if run] for lag, pair in pairs.items() if all(pair)}
+    runs = _by_seed(results, "lag", lambda run: (run["max_lag"], run["algorithm_keys"]["old_logprobs"]))
+    pairs = {lag: _at_equal_seeds(runs, [(lag, name) for name in DENOMINATORS]) for lag in LAGS}
+    both = {lag: compared for lag, compared in pairs.items() if compared}
     if not both:
         return None
-    words = "; ".join(f"lag {lag}: {first:.3f} and {second:.3f}" for lag, (first, second) in both.items())
-    holds = all(first >= second - NOISE for first, second in both.values())
-    return holds, f"reward with the engine's and with recomputed log-probs: {words} (one seed)"
+    words = "; ".join(
+        f"lag {lag}: {engine:.3f} and {recomputed:.3f} (seeds: {num_seeds})"
+        for lag, ((engine, recomputed), num_seeds) in both.items()
+    )
+    holds = all(engine >= recomputed - NOISE for (engine, recomputed), _ in both.values())
+    return holds, f"reward with the engine's and with recomputed log-probs: {words}"
 
 
 def _more_updates_do_no_harm(results: Results, _arm: str) -> tuple[bool, str] | None:

@@ -26,6 +26,7 @@ ARMS = {"dense": 0, "mixture": NUM_EXPERTS}  # experts of a layer
 # A mixture is not tried at the highest: it ends a dense model's learning.
 RATES = {"dense": (3e-5, 1e-4, 3e-4), "mixture": (3e-5, 1e-4)}
 SEEDS = (0, 1, 2)
+_TWO_SEEDS = {0: "", 1: "-s1"}  # seed -> end of a run's name, for the experiments that have two
 SIGMAS = (3e-2, 1e-1)
 LAGS = (0, 1, 4)
 UPDATES = (1, 2, 8)
@@ -108,12 +109,14 @@ def declared_runs() -> dict[str, LongRun]:
     }
     runs["dense-gspo_token-best-s0"] = LongRun("ratio", "dense", "gspo_token")
     runs |= {
-        f"noise-{sigma:g}-{algorithm}": LongRun("noise", "dense", algorithm, sigma=sigma)
+        f"noise-{sigma:g}-{algorithm}{suffix}": LongRun("noise", "dense", algorithm, seed, sigma=sigma)
+        for seed, suffix in _TWO_SEEDS.items()
         for sigma in SIGMAS
         for algorithm in COMPARED
     }
     runs |= {
-        f"lag-{lag}-{name}": LongRun("lag", "dense", "gspo", max_lag=lag, algorithm_keys=keys)
+        f"lag-{lag}-{name}{suffix}": LongRun("lag", "dense", "gspo", seed, max_lag=lag, algorithm_keys=keys)
+        for seed, suffix in _TWO_SEEDS.items()
         for lag in LAGS
         for name, keys in DENOMINATORS.items()
     }

@@ -93,8 +93,32 @@ def test_noise_is_judged_at_the_largest_sigma_that_both_have() -> None:
         results[f"gspo-{sigma}"] = result("gspo", reward, experiment="noise", sigma=sigma)
         results[f"grpo-{sigma}"] = result("grpo", 0.5, experiment="noise", sigma=sigma)
     assert verdict(results, start) == "confirmed"
-    del results["grpo-0.1"]
+    # A second seed counts where the runs without noise have it too.
+    results["gspo-0.1-s1"] = result("gspo", 0.2, experiment="noise", sigma=0.1, seed=1)
+    results["grpo-0.1-s1"] = result("grpo", 0.8, experiment="noise", sigma=0.1, seed=1)
+    assert verdict(results, start) == "confirmed"
+    results |= {"a1": result("gspo", 0.8, seed=1), "b1": result("grpo", 0.8, seed=1)}
     assert verdict(results, start) == "not confirmed"
+    del results["grpo-0.1"], results["grpo-0.1-s1"]
+    assert verdict(results, start) == "not confirmed"
+
+
+@pytest.mark.parametrize(("second", "expected"), [(0.6, "confirmed"), (0.4, "not confirmed")])
+def test_the_engines_log_probs_are_judged_at_each_lag_over_the_seeds_that_both_have(
+    second: float, expected: str
+) -> None:
+    rewards = {(0, "inference"): 0.6, (0, "recompute"): 0.6, (4, "inference"): second, (4, "recompute"): 0.6}
+    results = {
+        f"{lag}-{name}-{seed}": result(
+            "gspo", reward, experiment="lag", seed=seed, max_lag=lag, algorithm_keys={"old_logprobs": name}
+        )
+        for (lag, name), reward in rewards.items()
+        for seed in (0, 1)
+    }
+    start = "GSPO does without recomputed log-probs"
+    assert verdict(results, start) == expected
+    del results["4-recompute-0"], results["4-inference-1"]
+    assert verdict(results, start) == "confirmed"
 
 
 def test_routing_replay_is_judged_over_the_seeds_that_all_four_kinds_have() -> None:
@@ -165,10 +189,10 @@ def test_every_experiment_is_declared_and_patterns_choose_its_runs() -> None:
     assert {name for name, run in runs.items() if run.learner_dtype == "bfloat16"} == {
         name for name in runs if name.startswith("bfloat16-")
     }
-    assert chosen_names("lag-4-*,dense-gspo-0.0001-s0", list(runs)) == [
+    assert chosen_names("lag-4-*-s1,dense-gspo-0.0001-s0", list(runs)) == [
         "dense-gspo-0.0001-s0",
-        "lag-4-inference",
-        "lag-4-recompute",
+        "lag-4-inference-s1",
+        "lag-4-recompute-s1",
     ]
     with pytest.raises(typer.BadParameter, match="lag-5-\\* is no run"):
         chosen_names("dense-*,lag-5-*", list(runs))
