@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ class Activity:
     """The current activity of one service's main loop.
 
     `what` is the bounded name for the metric; `detail` completes it for a reader ('rewards' 'of 3 groups').
+    Several threads may set it: a start loads the model in one beside the event loop.
     """
 
     def __init__(self, service: str) -> None:
@@ -26,15 +28,17 @@ class Activity:
         self.what, self.detail = "starting", ""
         self.since_unix_s = time.time()
         self._since = time.monotonic()
+        self._setting = threading.Lock()
 
     def set(self, kind: Kind, what: str, detail: str = "") -> None:
         """Enter an activity; the time of the previous one is counted."""
-        now = time.monotonic()
-        metrics.ACTIVITY_SECONDS.labels(self.service, self.kind, self.what).inc(now - self._since)
-        self._since = now
-        if (kind, what) != (self.kind, self.what):
-            self.since_unix_s = time.time()
-        self.kind, self.what, self.detail = kind, what, detail
+        with self._setting:
+            now = time.monotonic()
+            metrics.ACTIVITY_SECONDS.labels(self.service, self.kind, self.what).inc(now - self._since)
+            self._since = now
+            if (kind, what) != (self.kind, self.what):
+                self.since_unix_s = time.time()
+            self.kind, self.what, self.detail = kind, what, detail
 
     @contextmanager
     def doing(self, what: str, detail: str = "") -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from gspo.common.telemetry import activity as module
@@ -66,3 +68,33 @@ def test_a_block_goes_back_to_what_was_before_also_by_an_error(clock: Clock) -> 
         raise RuntimeError("engine")
     assert (activity.kind, activity.what, activity.detail) == ("busy", "generating", "8 rollouts")
     assert counted("d", "waiting", "weights") == 2
+
+
+def test_a_thread_that_reads_the_time_before_another_counts_after_it(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the later one would count a negative time, which the counter refuses."""
+    activity = Activity("e")
+
+    def set_a_second_later() -> None:
+        clock.now += 1
+        activity.set("busy", "training")
+
+    other = threading.Thread(target=set_a_second_later)
+
+    class Interrupted(Clock):
+        def monotonic(self) -> float:
+            now = clock.now
+            if threading.current_thread() is not other:
+                other.start()
+                other.join(0.2)
+            return now
+
+        def time(self) -> float:
+            return clock.now
+
+    monkeypatch.setattr(module, "time", Interrupted())
+    activity.set("waiting", "rewards")
+    other.join(10)
+    assert counted("e", "waiting", "rewards") == 1
+    assert activity.describe()["what"] == "training"
