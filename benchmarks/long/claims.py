@@ -165,7 +165,7 @@ def _engine_log_probs_will_do(results: Results, _arm: str) -> tuple[bool, str] |
     both = {lag: compared for lag, compared in pairs.items() if compared}
     if not both:
         return None
-    words = "; ".join(
+    words = ", ".join(
         f"lag {lag}: {engine:.3f} and {recomputed:.3f} (seeds: {num_seeds})"
         for lag, ((engine, recomputed), num_seeds) in both.items()
     )
