@@ -1,7 +1,7 @@
 """Products of bfloat16 matrices on a processor that has no instructions for them.
 
-torch multiplies such matrices there in a plain loop, 4 to 34 times as slowly as float32 ones. Here each product is made
-in float32 and rounded once, as processors with the instructions make it.
+torch multiplies such matrices there in a plain loop, several times as slowly as float32 ones (docs/learner.md). Here
+each product is made in float32 and rounded once, as processors with the instructions make it.
 """
 
 from __future__ import annotations

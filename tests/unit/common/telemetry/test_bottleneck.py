@@ -53,7 +53,7 @@ def test_the_slow_stage_bounds_the_run(slow: dict[str, float], stage: str, chang
         (
             {"train_s": 4.0},
             "training",
-            "a faster learner: learner.dtype: bfloat16 where the processor has it, ",
+            "a faster learner: learner.dtype: bfloat16 where the processor has it, learner.ranks above 1, or a GPU",
         ),
         ({"wait_push_s": 4.0}, "push", "a faster network"),
         ({"shift_s": 4.0}, "shift", "larger steps (algorithm.rollout_batch_size above"),
