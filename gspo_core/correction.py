@@ -63,12 +63,20 @@ def behavior_stats(
     behavior_level: str = "sequence",
     bounds: tuple[float, float],
 ) -> Stats:
-    """Figures of the correction: `behavior_weight` (mean, std, max over tokens, before it is bounded), and
-    `behavior_outside`, the share of tokens whose weight is outside `bounds`. Inputs as for `behavior_weights`."""
+    """Figures of the correction: `behavior_weight` (mean, std, max over tokens, before it is bounded), its logarithm
+    `behavior_log_weight`, and `behavior_outside`, the share of tokens whose weight is outside `bounds`.
+
+    Inputs as for `behavior_weights`. A few large weights hold the mean of a product near 1, however small the others
+    are. The mean of the logarithms falls with all of them.
+    """
     lowest, highest = _checked(bounds)
     w_BT = _weights(old_logp_BT, behavior_logp_BT, mask_BT, behavior_level)
     outside_BT = (w_BT < lowest) | (w_BT > highest)
-    return {**moment_stats("behavior_weight", w_BT, mask_BT), **mean_stats("behavior_outside", outside_BT, mask_BT)}
+    return {
+        **moment_stats("behavior_weight", w_BT, mask_BT),
+        **mean_stats("behavior_log_weight", w_BT.log(), mask_BT),
+        **mean_stats("behavior_outside", outside_BT, mask_BT),
+    }
 
 
 def _weights(old_logp_BT: Tensor, behavior_logp_BT: Tensor, mask_BT: Tensor, behavior_level: str) -> Tensor:

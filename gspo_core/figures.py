@@ -4,20 +4,20 @@ Not a metrics client: names and numbers only; the learner gives them to its log,
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspo_core.advantage import groups_with_spread
-from gspo_core.branches import at_tokens, lengths_of_sequences, means_of_sequences, sums_of_sequences
+from gspo_core.branches import lengths_of_sequences, means_of_sequences
 from gspo_core.loss import clip_sides
 from gspo_core.shapes import check_matrix
 from gspo_core.staleness import rollout_age, token_age
-from gspo_core.stats import Stats, figures, mean_stats, moment_stats
+from gspo_core.stats import Stats, mean_stats, moment_stats
 
-# Bounds of a clip's side in `noise_clip`, and halvings of the range between their logarithms: 1e-13 of the result.
-_NARROWEST, _WIDEST, _HALVINGS = 1e-9, 1e9, 50
+# Sides of a clip at which `noise_stats` counts: a hundred for each power of ten, so 2.3 % from one to the next.
+_SIDES = torch.logspace(-9, 3, 1201, dtype=torch.float64)
+_BEYOND = "noise_beyond_side.sum"  # sequences outside each of these sides
 
 
 def mismatch_stats(
@@ -27,68 +27,90 @@ def mismatch_stats(
 
     `mask_BT` must hold only tokens whose version is the learner's (staleness.drop_old_tokens with age 0): else
     this measures drift. Figures: mismatch (per token) and sequence_mismatch (per sequence mean), whose `_std`
-    are the two sigmas, and the sums that `sequence_noise` needs. All tensors [B, T].
+    are the two sigmas. All tensors [B, T].
     With `branch_BT`, as of `loss.policy_loss`, sequences are branches.
     """
     check_matrix(learner_logp_BT=learner_logp_BT, behavior_logp_BT=behavior_logp_BT, mask_BT=mask_BT)
     m_BT = mask_BT.bool()
     delta_BT = torch.where(m_BT, learner_logp_BT.detach().double() - behavior_logp_BT.detach().double(), 0.0)
     mean_BK = means_of_sequences(delta_BT, m_BT, branch_BT)
-    from_mean_BT = torch.where(m_BT, delta_BT - at_tokens(mean_BK, m_BT, branch_BT), 0.0)
-    length_BK = lengths_of_sequences(m_BT, branch_BT)
     return {
         **moment_stats("mismatch", delta_BT, m_BT),
-        **moment_stats("sequence_mismatch", mean_BK, length_BK > 0),
-        **mean_stats("mismatch_within", sums_of_sequences(from_mean_BT.square(), branch_BT), length_BK > 0),
-        **mean_stats("mismatch_inverse_length", 1 / length_BK.clamp(min=1), length_BK > 0),
+        **moment_stats("sequence_mismatch", mean_BK, lengths_of_sequences(m_BT, branch_BT) > 0),
     }
 
 
-class SequenceNoise(NamedTuple):
-    """The engines' noise of a sequence's log-ratio: normal, with this mean and std sqrt(shared^2 + token^2 / L_i).
+def noise_stats(
+    learner_logp_BT: Tensor,
+    behavior_logp_BT: Tensor,
+    mask_BT: Tensor,
+    counted_BT: Tensor,
+    *,
+    importance_sampling: str,
+    pg_clip_low: float,
+    pg_clip_high: float,
+    pg_clip_reference_length: float | None = None,
+    branch_BT: Tensor | None = None,
+) -> Stats:
+    """Which sequences the mismatch alone puts outside the clip: the figure noise_share, and counts for `noise_clip`.
 
-    `token` is the std of the part that is independent in each token, `shared` of the part that a sequence's tokens
-    have in common, which no length averages out.
+        x_i = sqrt(l_i / L_i) sum_t m_it (learner_it - behavior_it) / l_i,    outside where exp(x_i) is
+
+    l_i of the L_i tokens of a sequence are compared; the others are taken to have independent noise of the same size.
+    No distribution is assumed: most tokens of a peaked policy have almost no mismatch, and a few have nearly all of it.
+    Under `importance_sampling: token`, each compared token is a sequence of its own.
+
+    Args:
+        mask_BT: The compared tokens, as for `mismatch_stats`; the other arguments are those of `loss.policy_loss`.
+        counted_BT: All tokens that the loss counts.
     """
+    m_BT = mask_BT.bool()
+    x = torch.where(m_BT, learner_logp_BT.detach().double() - behavior_logp_BT.detach().double(), 0.0)
+    length, compared = torch.ones_like(x), m_BT
+    if importance_sampling != "token":
+        length, num_compared = (lengths_of_sequences(each_BT, branch_BT) for each_BT in (counted_BT, m_BT))
+        compared = num_compared > 0
+        x = means_of_sequences(x, m_BT, branch_BT) * (num_compared / length.clamp(min=1).double()).sqrt()
+    low, high = clip_sides(length, pg_clip_low, pg_clip_high, pg_clip_reference_length)
+    moved = torch.expm1(x)
+    _, unit = clip_sides(length, 1.0, 1.0, pg_clip_reference_length)
+    sides = _SIDES.to(x.device)
+    first_side = torch.bucketize((moved.abs() / unit)[compared], sides)  # the narrowest side that holds each
+    num_first = torch.bincount(first_side, minlength=len(sides) + 1).double()
+    return {
+        **mean_stats("noise_share", (moved < -low) | (moved > high), compared),
+        _BEYOND: num_first.sum() - num_first.cumsum(0)[:-1],
+    }
 
-    mean: float
-    shared: float
-    token: float
 
-    def sigma(self, length_B: Tensor) -> Tensor:
-        """The std for sequences of L_i = `length_B` tokens, [B] float64; 0 where L_i is 0."""
-        variance_B = self.shared**2 + self.token**2 / length_B.clamp(min=1).double()
-        return torch.where(length_B > 0, variance_B.sqrt(), 0.0)
+def noise_clip(stats: Stats, *, share: float = 0.01) -> float:
+    """The side of the clip, the same below and above, at which noise alone puts at most `share` outside.
 
+    With `pg_clip_reference_length`, the side for sequences of that length. Up to 2.3 % above the narrowest such side;
+    0 without noise. Of n sequences fewer than 1 / share, it holds all.
 
-def sequence_noise(stats: Stats) -> SequenceNoise:
-    """The noise model of the compared sequences, from `mismatch_stats`: a one-way analysis of variance.
+    Args:
+        stats: From `noise_stats`.
 
-        token^2  = sum_i sum_t (x_it - x_i)^2 / (N - S)
-        shared^2 = max(0, var_i(x_i) - token^2 mean_i(1 / L_i)),    x_i the mean of sequence i
-
-    N tokens in S sequences. Sequences of one token each do not show which part is shared: all of it is the token's.
+    Raises:
+        ValueError: A share outside (0, 1).
     """
-    seen = figures(stats)
-    num_tokens, num_sequences = float(stats["mismatch.count"]), float(stats["sequence_mismatch.count"])
-    between = seen["sequence_mismatch_std"] ** 2
-    if num_tokens <= num_sequences:
-        return SequenceNoise(seen["mismatch_mean"], 0.0, math.sqrt(between))
-    token = float(stats["mismatch_within.sum"]) / (num_tokens - num_sequences)
-    shared = max(0.0, between - token * seen["mismatch_inverse_length"])
-    return SequenceNoise(seen["mismatch_mean"], math.sqrt(shared), math.sqrt(token))
+    if not 0 < share < 1:
+        raise ValueError(f"share is {share}; it must be between 0 and 1")
+    holds = stats[_BEYOND].cpu() <= share * float(stats["noise_share.count"])
+    narrowest = int(holds.int().argmax()) if bool(holds.any()) else len(_SIDES) - 1
+    return float(_SIDES[narrowest]) if narrowest else 0.0
 
 
-def noise_share(
+def normal_noise_share(
     sigma_B: Tensor, *, pg_clip_low: float | Tensor, pg_clip_high: float | Tensor, mean: float = 0.0
 ) -> Tensor:
-    """Share of sequences that noise alone puts outside the clip, with no change of the policy at all.
+    """Share of sequences that normal noise puts outside the clip, with no change of the policy at all.
 
         1/B sum_i P(log s < log(1 - low_i)) + P(log s > log(1 + high_i)),  log s ~ N(mean, sigma_i^2)
 
-    `sigma_B` [B] is the noise of each sequence's log-ratio, by `sequence_noise` or `independent_sigma`. Report both:
-    where the first is far larger, the tokens of a sequence share their noise, and length does not average it out.
-    The sides are one for all sequences, or [B]: those of `clip_sides`. Returns a 0-dim float64 in [0, 1].
+    For planning, with `sigma_B` [B] by `independent_sigma`; what a run measures is in `noise_stats`. The sides are one
+    for all sequences, or [B]: those of `clip_sides`. Returns a 0-dim float64 in [0, 1].
     """
     if sigma_B.numel() == 0:
         return torch.zeros((), dtype=torch.float64)
@@ -99,32 +121,6 @@ def noise_share(
     below_B, above_B = mean - torch.log1p(-low_B), torch.log1p(high_B) - mean
     outside_B = torch.erfc(below_B / root2_sigma_B) / 2 + torch.erfc(above_B / root2_sigma_B) / 2
     return torch.where(sigma_B > 0, outside_B, 0.0).mean()
-
-
-def noise_clip(
-    sigma_B: Tensor,
-    length_B: Tensor,
-    *,
-    share: float = 0.01,
-    mean: float = 0.0,
-    pg_clip_reference_length: float | None = None,
-) -> float:
-    """The side of the clip, the same below and above, at which noise alone puts `share` of the sequences outside.
-
-    It inverts `noise_share`, by halving. With `pg_clip_reference_length`, the side for sequences of that length.
-    `sigma_B`, `length_B` [B]; returns 0 without noise. ValueError: a share outside (0, 1).
-    """
-    if not 0 < share < 1:
-        raise ValueError(f"share is {share}; it must be between 0 and 1")
-    if not bool((sigma_B > 0).any()):
-        return 0.0
-    narrow, wide = math.log(_NARROWEST), math.log(_WIDEST)
-    for _ in range(_HALVINGS):
-        middle = (narrow + wide) / 2
-        low_B, high_B = clip_sides(length_B, math.exp(middle), math.exp(middle), pg_clip_reference_length)
-        outside = float(noise_share(sigma_B, pg_clip_low=low_B, pg_clip_high=high_B, mean=mean))
-        narrow, wide = (middle, wide) if outside > share else (narrow, middle)
-    return math.exp(wide)
 
 
 def independent_sigma(sigma_token: float, length_B: Tensor) -> Tensor:

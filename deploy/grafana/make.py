@@ -170,7 +170,7 @@ LEARNING = {
             *figure("log_ratio_mean", "log_ratio_std", "log_ratio_max")),
         ask("How far apart are the engines at equal weights?", ONE, *figure("sigma_token", "sigma_sequence")),
         ask("How much do answers weigh after the behavior correction?", ONE,
-            *figure("behavior_weight_mean", "behavior_weight_std"),
+            *figure("behavior_weight_mean", "behavior_weight_geomean", "behavior_weight_std"),
             help="Weights before their bounds: 1 at the policy that sampled. Only under behavior_correction"),
         ask("What share of the tokens is outside the correction's bounds?", SHARE, *figure("behavior_outside")),
     ],

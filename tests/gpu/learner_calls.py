@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gspo.common.config.loading import parse_config
 from gspo.generation.engine.api import Completion
@@ -28,13 +29,13 @@ class LogprobDifference:
     """vLLM's log-probs minus the learner's, over the tokens of all answers.
 
     Attributes:
-        std_of_means: Of each answer's mean.
+        means: Of each answer.
     """
 
     std: float
     largest: float
     mean: float
-    std_of_means: float
+    means: NDArray[np.float64]
 
 
 def rows_of(prompts: Sequence[list[int]], completions: Sequence[Completion], num_in_group: int = 4) -> list[Row]:
@@ -109,6 +110,4 @@ def difference(
         logp_BT[micro.row_R, : micro.width] += micro.spread(logp_N).cpu()
     delta_BT = torch.where(batch.mask_BT, batch.behavior_BT - logp_BT, 0.0).double()
     delta_N, mean_B = delta_BT[batch.mask_BT], delta_BT.sum(-1) / batch.mask_BT.sum(-1)
-    return LogprobDifference(
-        float(delta_N.std()), float(delta_N.abs().max()), float(delta_N.mean()), float(mean_B.std())
-    )
+    return LogprobDifference(float(delta_N.std()), float(delta_N.abs().max()), float(delta_N.mean()), mean_B.numpy())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,22 +256,29 @@ class _Loop:
         if self.algorithm.objective != "clip":
             return found
         lengths = [int(tokens.sum()) for _, tokens in sequences(self.counted, self.branch)]
-        within = sum(((d - d.mean()) ** 2).sum() for d in compared) / (len(token) - len(compared))
-        shared = max(0.0, sequence.var(ddof=1) - within * np.mean([1 / len(d) for d in compared]))
-        sigmas = [(n, math.sqrt(shared + within / n), found["sigma_token"] / math.sqrt(n)) for n in lengths]
+        noise = [(d.mean() * math.sqrt(len(d) / n), n) for d, n in self._of_whole_sequences(delta, fresh, part)]
         if self.algorithm.importance_sampling == "token":
-            sigmas = [(1, found["sigma_token"], found["sigma_token"])]
-        low, high, mean = *self.algorithm.clip, token.mean()
-        found |= {
-            "noise_share": np.mean([self._outside(sigma, mean, low, high, n) for n, sigma, _ in sigmas]),
-            "noise_share_independent": np.mean([self._outside(sigma, mean, low, high, n) for n, _, sigma in sigmas]),
-        }
-        narrow, wide = 1e-9, 10.0
-        while wide / narrow > 1 + 1e-9:
-            side = math.sqrt(narrow * wide)
-            share = np.mean([self._outside(sigma, mean, side, side, n) for n, sigma, _ in sigmas])
-            narrow, wide = (side, wide) if share > 0.01 else (narrow, side)
-        return {**found, "noise_clip": wide}
+            noise, lengths = [(d, 1) for d in token], [1]
+        scale = np.array([math.sqrt((self.algorithm.pg_clip_reference_length or n) / n) for _, n in noise])
+        low, high = self.algorithm.clip
+        moved = np.expm1([x for x, _ in noise])
+        found["noise_share"] = ((moved < -np.minimum(1, low * scale)) | (moved > high * scale)).mean()
+        sigma = found["sigma_token"]
+        found["noise_share_independent"] = np.mean(
+            [self._outside(sigma / math.sqrt(n), token.mean(), low, high, n) for n in lengths]
+        )
+        sides = sorted(abs(moved) / scale)
+        # The narrowest side that at most one sequence in a hundred is beyond, and the next of a hundred for each ten.
+        narrowest = sides[len(sides) - 1 - len(sides) // 100]
+        return {**found, "noise_clip": 10 ** (math.ceil(math.log10(narrowest) * 100) / 100)}
+
+    def _of_whole_sequences(self, delta: Any, fresh: Any, part: Any) -> Iterator[tuple[Any, int]]:
+        """The differences of each sequence's compared tokens, and how many tokens it has that count."""
+        counted, branch = self.mask[part], None if self.branch is None else self.branch[part]
+        for i, tokens in sequences(counted, branch):
+            compared = tokens & fresh[i]
+            if compared.any():
+                yield delta[i, compared], int(tokens.sum())
 
     def _outside(self, sigma: float, mean: float, low: float, high: float, length: int) -> float:
         """P(log s < log(1 - low)) + P(log s > log(1 + high)), log s ~ N(mean, sigma^2)."""
@@ -315,6 +322,7 @@ class _Loop:
         counted = self.mask & ~outside
         self.correction = {
             "behavior_weight_mean": weight[self.mask].mean(),
+            "behavior_weight_geomean": math.exp(np.log(weight[self.mask]).mean()),
             "behavior_weight_std": weight[self.mask].std(ddof=1),
             "behavior_outside": outside[self.mask].mean(),
             "skipped_behavior": (~counted.any(1)).sum(),

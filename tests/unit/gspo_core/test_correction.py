@@ -61,6 +61,7 @@ def test_the_product_of_a_long_answer_is_near_nothing_unless_it_is_bounded():
     bounded_BT, _ = behavior_weights(old_BT, behavior_BT, mask_BT, bounds=(0.5, 2.0), **options)
     assert bounded_BT[:, 0].tolist() == pytest.approx([0.5, math.exp(-0.1)], rel=1e-4)
     before = figures(behavior_stats(old_BT, behavior_BT, mask_BT, behavior_level="product", bounds=(0.5, 2.0)))
+    assert before["behavior_log_weight"] == pytest.approx(-(400 * 4 + 10 * 0.1) / 410, rel=1e-4)
     assert before["behavior_weight_mean"] == pytest.approx((400 * math.exp(-4) + 10 * math.exp(-0.1)) / 410, rel=1e-4)
 
 

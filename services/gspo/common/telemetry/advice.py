@@ -26,7 +26,7 @@ CLIPPED_STEPS = 10
 NEVER_CLIPPED_STEPS = 20
 # Share of sequences that would leave the clip at an unchanged policy: worth a sentence, and most of the clipped share.
 NOISE_NOTICED, NOISE_TOO_MUCH = 0.05, 0.33
-# The mean weight of a product is 1 over the answers of the sampling policy. Elsewhere, a run learned nothing at 0.06.
+# Geometric mean of the weights of a product. Half of the answers are below it where the logarithms are symmetric.
 WEIGHED_DOWN = 0.5
 # Over TURN_STEPS steps, turns of conversations that are so much shorter and so many more. Elsewhere, dividing by an
 # answer's own tokens made turns 80 % shorter and 56 % more, without gain.
@@ -259,7 +259,9 @@ def _noise(figures: Sequence[Mapping[str, float]], config: Config) -> str | None
     if not shares or shares[0] <= NOISE_NOTICED or config.algorithm.old_logprobs == "recompute":
         return None
     clips = _last(figures, "noise_clip", 1)
-    wider = f"a wider clip: at {clips[0]:.2g} on both sides, noise puts 1 % outside" if clips else "a wider clip"
+    wider = (
+        f"a wider clip: at {clips[0]:.2g} on both sides, noise puts at most 1 % outside" if clips else "a wider clip"
+    )
     remedies = ["algorithm.old_logprobs: recompute", wider]
     if config.generation.dtype != "float32":
         remedies.insert(0, "generation.dtype: float32, which a resume takes")
@@ -270,11 +272,11 @@ def _noise(figures: Sequence[Mapping[str, float]], config: Config) -> str | None
 
 
 def _weighed_down(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    weights = _last(figures, "behavior_weight_mean", STEPS_LOOKED_AT)
+    weights = _last(figures, "behavior_weight_geomean", STEPS_LOOKED_AT)
     if config.algorithm.behavior_level != "product" or not weights or max(weights) >= WEIGHED_DOWN:
         return None
     return (
-        f"correction: the weight of an answer is {weights[-1]:.2g} in the mean before its bounds, below "
+        f"correction: the geometric mean of the weights is {weights[-1]:.2g} before their bounds, below "
         f"{WEIGHED_DOWN:g} for {STEPS_LOOKED_AT} steps. The product over an answer's tokens falls with its length. Try "
         f"algorithm.behavior_level: sequence, or a smaller staleness.max_lag. {_FIXED}"
     )

@@ -20,7 +20,7 @@ class ClipCauses:
         at_start: Outside at a step's first weights: noise and lag.
         movement: Outside by the policy's own movement within a step.
         noise, lag: None where the noise was not measured, and under old_logprobs: recompute.
-        noise_clip: The side of the clip at which noise alone puts one sequence in a hundred outside; the newest.
+        noise_clip: The side of the clip at which noise alone puts at most 1 % of the sequences outside; the newest.
     """
 
     outside: float

@@ -14,8 +14,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, distributed
 
+from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.learner.model.batch import StepBatch
-from gspo_core.figures import mismatch_stats
+from gspo_core.figures import mismatch_stats, noise_stats
 from gspo_core.staleness import drop_old_tokens
 from gspo_core.stats import Stats
 
@@ -28,9 +29,39 @@ def fresh_tokens(step: int, batch: StepBatch) -> Tensor:
     return drop_old_tokens(batch.version_BT, batch.mask_BT, step - 1, 0)
 
 
-def mismatch_of_step(logp_BT: Tensor, batch: StepBatch, mask_BT: Tensor) -> Stats:
-    """The mismatch of the tokens in a mask, at log-probs that every rank has: counted by rank zero alone."""
-    stats = mismatch_stats(logp_BT, batch.behavior_BT, mask_BT, batch.branch_BT)
+def compared_stats(
+    algorithm: AlgorithmConfig,
+    logp_BT: Tensor,
+    behavior_BT: Tensor,
+    mask_BT: Tensor,
+    counted_BT: Tensor,
+    branch_BT: Tensor | None,
+) -> Stats:
+    """The mismatch of the tokens in a mask, and where a clip compares ratios, what it puts outside. All [B, T].
+
+    Args:
+        counted_BT: All tokens of the sequences.
+    """
+    stats = mismatch_stats(logp_BT, behavior_BT, mask_BT, branch_BT)
+    if not algorithm.clips_ratio:
+        return stats
+    low, high = algorithm.clip
+    return stats | noise_stats(
+        logp_BT,
+        behavior_BT,
+        mask_BT,
+        counted_BT,
+        importance_sampling=algorithm.importance_sampling,
+        pg_clip_low=low,
+        pg_clip_high=high,
+        pg_clip_reference_length=algorithm.pg_clip_reference_length,
+        branch_BT=branch_BT,
+    )
+
+
+def mismatch_of_step(algorithm: AlgorithmConfig, logp_BT: Tensor, batch: StepBatch, mask_BT: Tensor) -> Stats:
+    """`compared_stats` of the tokens in a mask, at log-probs that every rank has: counted by rank zero alone."""
+    stats = compared_stats(algorithm, logp_BT, batch.behavior_BT, mask_BT, batch.mask_BT, batch.branch_BT)
     return stats if distributed.get_rank() == 0 else {key: torch.zeros_like(value) for key, value in stats.items()}
 
 
@@ -50,6 +81,7 @@ class MismatchProbe:
         kept: The tensors of which this rank keeps a version, on any device.
         change: A block in which every rank may change these; after it all ranks compute with them.
         score: Log-probs [B, T] of some rollouts of a step at the model's present weights.
+        algorithm: Its clip tells what the mismatch puts outside.
         every: Steps between two measurements; 0 for none.
     """
 
@@ -58,9 +90,11 @@ class MismatchProbe:
         kept: Callable[[], Sequence[Tensor]],
         change: Callable[[], AbstractContextManager[None]],
         score: Callable[[StepBatch, Sequence[int]], Tensor],
+        algorithm: AlgorithmConfig,
         every: int,
     ) -> None:
-        self._tensors, self._change, self._score, self._every = kept, change, score, every
+        self._tensors, self._change, self._score = kept, change, score
+        self._algorithm, self._every = algorithm, every
         self._version: int | None = None
         self._kept: list[Tensor] = []
         self._due_step = 0
@@ -97,7 +131,7 @@ class MismatchProbe:
         finally:
             self._each(Tensor.copy_)
         self._note_measured(step)
-        return mismatch_of_step(logp_BT, batch, mask_BT)
+        return mismatch_of_step(self._algorithm, logp_BT, batch, mask_BT)
 
     def _note_measured(self, step: int) -> None:
         """The next measurement is due later; until then no weights are kept."""

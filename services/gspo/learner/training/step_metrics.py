@@ -19,7 +19,7 @@ from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import StepBatch
 from gspo.learner.objective.own_loss import OWN_FIGURE
 from gspo.learner.objective.step_loss import StepTargets
-from gspo_core.figures import age_stats, independent_sigma, noise_clip, noise_share, reward_stats, sequence_noise
+from gspo_core.figures import age_stats, independent_sigma, noise_clip, normal_noise_share, reward_stats
 from gspo_core.loss import clip_sides
 from gspo_core.stats import Stats, figures
 
@@ -136,12 +136,20 @@ def correction_metrics(batch: StepBatch, targets: StepTargets) -> dict[str, floa
     seen = figures(targets.stats)
     sequences, tokens = float(targets.mask_BT.any(-1).sum()), float(targets.mask_BT.sum())
     return {
-        **{name: seen[name] for name in _CORRECTION_FIGURES},
+        **_weight_figures(seen),
         "skipped_behavior": len(batch) - sequences,
         "skipped_tokens_behavior": float(batch.mask_BT.sum()) - tokens,
         "sequences": sequences,
         "tokens": tokens,
     }
+
+
+def _weight_figures(seen: Mapping[str, float]) -> dict[str, float]:
+    """Figures of the behavior correction; empty without one."""
+    if "behavior_log_weight" not in seen:
+        return {}
+    geometric_mean = math.exp(seen["behavior_log_weight"])
+    return {**{name: seen[name] for name in _CORRECTION_FIGURES}, "behavior_weight_geomean": geometric_mean}
 
 
 def objective_metrics(stats: Stats) -> dict[str, float]:
@@ -155,8 +163,8 @@ def objective_metrics(stats: Stats) -> dict[str, float]:
         low, high = seen[f"clipped_low_{unit}"], seen[f"clipped_high_{unit}"]
         clipped |= {f"clipped_{unit}": low + high, f"clipped_{unit}_low": low, f"clipped_{unit}_high": high}
     moments = {f"{name}_{part}": seen[f"{name}_{part}"] for name in _MOMENTS for part in ("mean", "std", "max")}
-    others = (*_LOSS_FIGURES, *_CORRECTION_FIGURES, *_ROUTING_FIGURES)
-    return clipped | moments | {name: seen[name] for name in others if name in seen}
+    others = {name: seen[name] for name in (*_LOSS_FIGURES, *_ROUTING_FIGURES) if name in seen}
+    return clipped | moments | others | _weight_figures(seen)
 
 
 def mismatch_metrics(algorithm: AlgorithmConfig, stats: Stats, length_B: torch.Tensor) -> dict[str, float]:
@@ -176,23 +184,17 @@ def mismatch_metrics(algorithm: AlgorithmConfig, stats: Stats, length_B: torch.T
     }
     if not algorithm.clips_ratio:
         return measured_metrics  # no other loss takes a token or a sequence out by its ratio
-    noise, length_B = sequence_noise(stats), length_B[length_B > 0]
+    length_B = length_B[length_B > 0]
     if algorithm.importance_sampling == "token":  # the clip compares the ratio of each token
         length_B = torch.ones(1)
-        sigma_B = independent_B = torch.tensor([sigma_token])
-    else:
-        sigma_B, independent_B = noise.sigma(length_B), independent_sigma(sigma_token, length_B)
-    reference_length = algorithm.pg_clip_reference_length
-    low_B, high_B = clip_sides(length_B, *algorithm.clip, reference_length)
-
-    def share(each_B: torch.Tensor) -> float:
-        return float(noise_share(each_B, pg_clip_low=low_B, pg_clip_high=high_B, mean=noise.mean))
-
+    low_B, high_B = clip_sides(length_B, *algorithm.clip, algorithm.pg_clip_reference_length)
+    independent_B = independent_sigma(sigma_token, length_B)
+    normal = normal_noise_share(independent_B, pg_clip_low=low_B, pg_clip_high=high_B, mean=seen["mismatch_mean"])
     return {
         **measured_metrics,
-        "noise_share": share(sigma_B),
-        "noise_share_independent": share(independent_B),
-        "noise_clip": noise_clip(sigma_B, length_B, mean=noise.mean, pg_clip_reference_length=reference_length),
+        "noise_share": seen["noise_share"],
+        "noise_share_independent": float(normal),
+        "noise_clip": noise_clip(stats),
     }
 
 

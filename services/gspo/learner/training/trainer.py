@@ -26,7 +26,7 @@ from gspo.learner.objective.own_loss import OwnLoss
 from gspo.learner.objective.step_loss import StepTargets, has_gradient, micro_batch_loss, step_targets
 from gspo.learner.objective.teacher_kl import TeacherKl
 from gspo.learner.ranks.process_group import sum_over_ranks, sum_stats
-from gspo.learner.training.mismatch_probe import MismatchProbe, fresh_tokens, mismatch_of_step
+from gspo.learner.training.mismatch_probe import MismatchProbe, compared_stats, fresh_tokens, mismatch_of_step
 from gspo.learner.training.policy_engine import PolicyEngine
 from gspo.learner.training.step_flops import step_flops
 from gspo.learner.training.step_metrics import (
@@ -41,7 +41,6 @@ from gspo.learner.training.step_metrics import (
 from gspo.learner.training.token_recorder import TokenRecorder
 from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult, UpdateNotApplied
 from gspo_core.branches import lengths_of_sequences
-from gspo_core.figures import mismatch_stats
 from gspo_core.stats import Stats, merge
 
 # So many in a row are no accident: the policy has diverged.
@@ -85,6 +84,7 @@ class Trainer(PolicyEngine):
             self._kept,
             self._change,
             lambda batch, rows: self._score(self._engine, batch, self._rank_cut(batch, rows)),
+            config.algorithm,
             config.learner.mismatch_every,
         )
 
@@ -226,7 +226,7 @@ class Trainer(PolicyEngine):
         if not recompute:
             return step_targets(algorithm, batch, batch.behavior_BT, reference_BT, teacher), {}
         old_BT = self._score(self._engine, batch, cut, self._replay.recording)
-        mismatch = mismatch_of_step(old_BT, batch, newest_BT)
+        mismatch = mismatch_of_step(algorithm, old_BT, batch, newest_BT)
         return step_targets(algorithm, batch, old_BT, reference_BT, teacher), mismatch
 
     def _teacher_kl(self, batch: StepBatch) -> TeacherKl | None:
@@ -298,10 +298,11 @@ class Trainer(PolicyEngine):
                 losses.append(part.detach().double())
                 sums.append(stats)
                 if fresh_BT is not None:
-                    compared_RT = micro.take_mask(fresh_BT)
+                    compared_RT, counted_RT = micro.take_mask(fresh_BT), micro.take_mask(batch.mask_BT)
                     behavior_RT = micro.take(batch.behavior_BT)
                     branch_RT = None if batch.branch_BT is None else micro.take(batch.branch_BT)
-                    sums.append(mismatch_stats(logp_RT.detach(), behavior_RT, compared_RT, branch_RT))
+                    noise = self._algorithm, logp_RT.detach(), behavior_RT, compared_RT, counted_RT, branch_RT
+                    sums.append(compared_stats(*noise))
                 if micro.backward:
                     # DeepSpeed averages gradients over the ranks; N and M count all ranks, so the sum is needed. A
                     # loss that is not finite may have finite gradients: it makes them NaN, on every rank, in every

@@ -70,7 +70,7 @@ def test_noise_that_clips_a_third_is_said_unless_log_probs_are_recomputed(minima
 
 def test_noise_that_is_noticed_names_the_clip_that_is_wide_enough(minimal: dict[str, Any]) -> None:
     text = advice(steps(1, noise_share=0.12, noise_clip=0.0011), configured(minimal))["clip_is_noise"]
-    assert "12% of sequences" in text and "at 0.0011 on both sides, noise puts 1 % outside" in text
+    assert "12% of sequences" in text and "at 0.0011 on both sides, noise puts at most 1 % outside" in text
     assert "clipping is noise" not in text
     assert "clipping is noise" in advice(steps(1, noise_share=0.34), configured(minimal))["clip_is_noise"]
 
@@ -100,10 +100,10 @@ def test_a_bound_of_weights_calls_for_no_advice_on_lost_signal(minimal: dict[str
 
 def test_a_product_that_weighs_answers_down_is_said(minimal: dict[str, Any]) -> None:
     keys = {"old_logprobs": "recompute", "behavior_correction": "truncate", "behavior_level": "product"}
-    product, low = configured(minimal, algorithm=keys), steps(5, behavior_weight_mean=0.06)
-    assert "0.06 in the mean" in advice(low, product)["answers_weighed_down"]
+    product, low = configured(minimal, algorithm=keys), steps(5, behavior_weight_mean=1.2, behavior_weight_geomean=0.06)
+    assert "the weights is 0.06 before" in advice(low, product)["answers_weighed_down"]
     assert advice(low[:4], product) == {}
-    assert advice([*low[:4], {"behavior_weight_mean": 0.5}], product) == {}
+    assert advice([*low[:4], {"behavior_weight_geomean": 0.5}], product) == {}
     assert advice(low, configured(minimal, algorithm=keys | {"behavior_level": "sequence"})) == {}
 
 

@@ -12,8 +12,8 @@ import torch
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.telemetry.source_figures import figures_of, named_sources
+from gspo.learner.training.mismatch_probe import compared_stats
 from gspo.learner.training.step_metrics import mismatch_metrics, objective_metrics, row_metrics
-from gspo_core.figures import mismatch_stats
 from gspo_core.loss import policy_loss
 from gspo_core.stats import mean_stats
 from tests.support.tiny_model import make_tiny_model
@@ -80,12 +80,15 @@ def outside(sigma: float, low: float, high: float) -> float:
 
 @pytest.mark.parametrize("preset", ["gspo", "grpo"])
 def test_the_noise_share_is_of_what_the_clip_looks_at(preset: str) -> None:
-    """Three answers of two tokens, off by +-0.01 within each and by -0.001, 0, 0.001 in the mean."""
+    """Three answers of two tokens, off by +-0.01 within each and by -0.001, 0, 0.001 in the mean.
+
+    The clip of GSPO leaves out the means of the first and the last, that of GRPO the tokens at -0.011.
+    """
     off = torch.tensor([[0.009, -0.011], [0.01, -0.01], [0.011, -0.009]], dtype=torch.float64)
-    stats = mismatch_stats(off, torch.zeros_like(off), torch.ones_like(off))
-    # Of the token's sigma, 0.01, a good part is outside the token's clip.
     clip = {"pg_clip_low": 0.01, "pg_clip_high": 0.02} if preset == "grpo" else {}
     algorithm = AlgorithmConfig.model_validate({"preset": preset, **clip})
+    every = torch.ones_like(off).bool()
+    stats = compared_stats(algorithm, off, torch.zeros_like(off), every, every, None)
     figures = mismatch_metrics(algorithm, stats, torch.tensor([2, 2, 8]))
     # sqrt((2 * 0.0001 * 3 + 2 * 0.000002) / 5) and sqrt(0.000002 / 2).
     sigma, sigma_sequence = math.sqrt(0.000604 / 5), 0.001
@@ -93,13 +96,9 @@ def test_the_noise_share_is_of_what_the_clip_looks_at(preset: str) -> None:
     assert figures["sigma_sequence"] == pytest.approx(sigma_sequence, rel=1e-4)
     assert figures["mismatch_tokens"] == 6
     if preset == "grpo":
-        expected = [outside(sigma, 0.01, 0.02)] * 2
+        expected = [1 / 6, outside(sigma, 0.01, 0.02)]
     else:
-        # The means spread less than two independent tokens would, so nothing is shared: sqrt(6 * 0.0001 / 3) a token.
-        expected = [
-            sum(outside(token / math.sqrt(length), 3e-4, 4e-4) for length in (2, 2, 8)) / 3
-            for token in (math.sqrt(0.0002), sigma)
-        ]
+        expected = [2 / 3, sum(outside(sigma / math.sqrt(length), 3e-4, 4e-4) for length in (2, 2, 8)) / 3]
     assert [figures["noise_share"], figures["noise_share_independent"]] == pytest.approx(expected, rel=1e-3)
 
 
