@@ -18,6 +18,7 @@ CONFIRMED, FAILED, UNTESTED, NOT_RUN = "confirmed", "not confirmed", "could not 
 # A difference of mean rewards below this is none: two standard errors of 640 answers at a share of a half.
 NOISE = 0.04
 _MANY_TIMES, _COLLAPSE = 10.0, 0.5
+_UPDATES = 4  # of a batch, in every run that does not say so
 _LEARNT = 0.1  # rewards below are those of a model that cannot do the task, and compare nothing
 
 Results = Mapping[str, Record]
@@ -120,15 +121,16 @@ def _end_over_best(run: Record) -> float:
 
 
 def _averages_noise(results: Results, arm: str) -> tuple[bool, str] | None:
-    measured = [run["mismatch"] for run in results.values() if run["arm"] == arm and run.get("mismatch")]
-    if not measured or not measured[0]:
+    measured = [run["mismatch"] for run in best_runs(results, arm, "gspo") if run.get("mismatch")]
+    if not measured:
         return None
     longest = measured[0][-1]
     factor = longest["sequence"] / longest["token"] * longest["tokens"] ** 0.5
     falls = all(after["sequence"] < before["sequence"] for before, after in pairwise(measured[0]))
     words = (
         f"at {longest['tokens']} tokens: {longest['sequence']:.2e} of a sequence, {longest['token']:.2e} of a token, "
-        f"{factor:.2f} times what independent tokens would have"
+        f"{factor:.2f} times what independent tokens would have; it {'falls' if falls else 'does not fall'} with each "
+        "doubling of the length"
     )
     return falls and factor < 2, words
 
@@ -173,7 +175,7 @@ def _engine_log_probs_will_do(results: Results, _arm: str) -> tuple[bool, str] |
     return holds, f"reward with the engine's and with recomputed log-probs: {words}"
 
 
-def _more_updates_do_no_harm(results: Results, _arm: str) -> tuple[bool, str] | None:
+def _more_updates_do_no_harm(results: Results, arm: str) -> tuple[bool, str] | None:
     rewards = {
         run["algorithm_keys"]["num_mini_batches"]: last_reward(run)
         for run in results.values()
@@ -181,6 +183,8 @@ def _more_updates_do_no_harm(results: Results, _arm: str) -> tuple[bool, str] | 
     }
     if len(rewards) < 2:
         return None
+    others = [last_reward(run) for run in best_runs(results, arm, "gspo") if run["seed"] == 0]
+    rewards |= dict(zip([_UPDATES], others, strict=False))
     words = ", ".join(f"{updates}: {reward:.3f}" for updates, reward in sorted(rewards.items()))
     return rewards[max(rewards)] >= rewards[min(rewards)] - NOISE, f"reward by updates of a batch: {words} (one seed)"
 
@@ -242,7 +246,7 @@ _OF_ARM: tuple[tuple[str, Judge], ...] = (
 )
 _OTHERS: tuple[tuple[str, Judge], ...] = (
     ("GSPO-token learns as GSPO does", _gspo_token_is_alike),
-    ("Noise on the engine's log-probs costs GSPO less than GRPO", _noise_costs_less),
+    ("Noise on the engine's log-probs costs GSPO no more than GRPO", _noise_costs_less),
     ("GSPO does without recomputed log-probs", _engine_log_probs_will_do),
     ("More updates of a batch do GSPO no harm", _more_updates_do_no_harm),
     ("Routing replay helps GRPO on a mixture, and GSPO needs none", _only_grpo_needs_routing_replay),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -33,12 +33,20 @@ _METHOD = """
 
 - Task: `examples/long` ({example}), {steps} steps of 8 problems with 8 answers each. Held-out accuracy is of 2 \
 answers to each of 64 problems.
-- Equal in all runs: generation in bfloat16, learner in float32, `seq-mean-token-mean`, and without other words four \
-mini-batches, `max_lag: 0`, `old_logprobs: inference`.
+- Equal in all runs: generation in bfloat16, `seq-mean-token-mean`. Where a name says nothing else: learner in \
+float32, four mini-batches, `max_lag: 0`, `old_logprobs: inference`. The runs `lag-*-recompute`, `routing-*` and \
+`bfloat16-*` have `recompute` with `behavior_correction: truncate`.
 - GSPO has the clip 3e-4 / 4e-4 of its sequence's ratio, GRPO 0.2 / 0.27 of each token's (arXiv 2507.18071).
-- A claim of rewards allows a difference of 0.04, two standard errors of a mean of 640 answers.
+- A claim of rewards allows a difference of 0.04, two standard errors of a mean of 640 answers. Runs of other seeds \
+differ by more than their answers do, so a claim on one seed is weak.
+- With a lag, few steps measure the mismatch.
 - {times}
 """
+_CAUSES = """
+Means over the steps that know the cause ([gspo.md](gspo.md#why-sequences-are-outside-the-clip)), of runs that \
+recorded them. The last column is the clip, equal on both sides, that leaves at most 1 % of a step to noise: the \
+median over the steps.
+""".strip()
 
 
 def write_page(results: Mapping[str, Record], scale: Scale, page: Path) -> Path:
@@ -65,6 +73,8 @@ def _render(results: Mapping[str, Record], scale: Scale, page: Path, plot: Path)
         _draw(results, plot)
         paragraphs.append(f"![Reward, accuracy, clipped share, entropy, gradient norm, mismatch]({plot.name})")
     paragraphs.append(_run_table(results))
+    if causes := {name: run for name, run in results.items() if _seen(run, "outside_clip_movement")}:
+        paragraphs += ["## Why sequences are outside the clip", _CAUSES, _cause_table(causes)]
     if mismatch := {name: run["mismatch"] for name, run in results.items() if run.get("mismatch")}:
         paragraphs += ["## Mismatch over answer length", _mismatch_table(mismatch)]
     return "\n\n".join(paragraphs)
@@ -99,12 +109,16 @@ def _processors(results: Mapping[str, Record]) -> str:
     return " and ".join(f"{name}, runs: {number}" for name, number in num_runs.most_common())
 
 
+def _seen(run: Record, name: str) -> list[float]:
+    """The values of the steps that have this figure."""
+    return [value for value in run["series"].get(name, []) if value is not None]
+
+
 def _run_table(results: Mapping[str, Record]) -> str:
     runs = [(name, results[name]) for name in declared_runs() if name in results]
 
     def mean_of(name: str) -> list[float | None]:
-        values = [[value for value in run["series"].get(name, []) if value is not None] for _, run in runs]
-        return [fmean(of_run) if of_run else None for of_run in values]
+        return [fmean(seen) if (seen := _seen(run, name)) else None for _, run in runs]
 
     quiet = all(run["busy_share"] <= _QUIET_SHARE for _, run in runs)
     return table(
@@ -116,17 +130,33 @@ def _run_table(results: Mapping[str, Record]) -> str:
         ("clipped tokens", mean_of("clipped_tokens"), ".2%"),
         ("entropy", mean_of("entropy"), ".4f"),
         ("gradient norm", mean_of("grad_norm"), ".3f"),
-        ("log-ratio, token", mean_of("token_log_ratio_std"), ".2e"),
-        ("sequence", mean_of("log_ratio_std"), ".2e"),
-        ("mismatch, token", mean_of("sigma_token"), ".2e"),
-        ("sequence", mean_of("sigma_sequence"), ".2e"),
-        ("noise share", mean_of("noise_share"), ".2%"),
+        ("log-ratio of a token", mean_of("token_log_ratio_std"), ".2e"),
+        ("of a sequence", mean_of("log_ratio_std"), ".2e"),
+        ("mismatch of a token", mean_of("sigma_token"), ".2e"),
+        ("of a sequence", mean_of("sigma_sequence"), ".2e"),
         (
             "experts changed by a step",
             [run.get("experts", {}).get("one_step", {}).get("tokens") for _, run in runs],
             ".2%",
         ),
         *([("s a step", [median(np.diff(run["seconds"])) for _, run in runs], ".1f")] if quiet else []),
+    )
+
+
+def _cause_table(results: Mapping[str, Record]) -> str:
+    """Shares of sequences by cause, as means over the steps that know them, and the median of the clip for noise."""
+    runs = [(name, results[name]) for name in declared_runs() if name in results]
+
+    def of_each(name: str, value: Callable[[list[float]], float] = fmean) -> list[float | None]:
+        return [value(seen) if (seen := _seen(run, name)) else None for _, run in runs]
+
+    return table(
+        ("run", [name for name, _ in runs], ""),
+        ("outside the clip", of_each("outside_clip_sequences"), ".1%"),
+        ("by noise", of_each("outside_clip_noise"), ".1%"),
+        ("by lag", of_each("outside_clip_lag"), ".1%"),
+        ("by movement", of_each("outside_clip_movement"), ".1%"),
+        ("clip for noise alone", of_each("noise_clip", median), ".2g"),
     )
 
 

@@ -24,9 +24,11 @@ from benchmarks.moe.comparison_run import (
 )
 
 EXAMPLE = "long"
-_FIGURES = (*FIGURES, "tokens", "noise_share", "noise_share_independent", "response_tokens_mean")
+_CAUSES = ("outside_clip_at_start", "outside_clip_noise", "outside_clip_lag", "outside_clip_movement", "noise_clip")
+_FIGURES = (*FIGURES, *_CAUSES, "tokens", "response_tokens_mean")
 _RUN_S, _CHILD_S, _COLD_START_S = 4 * 3600.0, 600.0, 2 * 3600.0
 _EVALUATE_EVERY = 20
+_MISMATCH_EVERY = 8  # steps; without a lag, every step measures it
 
 
 def measured_long_run(name: str, run: LongRun, scale: Scale, results: Mapping[str, Record], *, again: bool) -> Record:
@@ -79,7 +81,7 @@ def _sections(run: LongRun, scale: Scale, rate: float) -> Record:
         },
         "staleness": {"max_lag": run.max_lag},
         "generation": PRECISION["generation"],
-        "learner": {"dtype": run.learner_dtype, "learning_rate": rate},
+        "learner": {"dtype": run.learner_dtype, "learning_rate": rate, "mismatch_every": _MISMATCH_EVERY},
         "evaluation": {"every": _EVALUATE_EVERY},
         # The checkpoint before the last step, from which the experts of that step are compared.
         "run": {"total_steps": scale.steps, "checkpoint_every": scale.steps - 1},

@@ -103,6 +103,19 @@ def test_noise_is_judged_at_the_largest_sigma_that_both_have() -> None:
     assert verdict(results, start) == "not confirmed"
 
 
+def test_updates_of_a_batch_are_compared_with_the_four_of_the_other_runs() -> None:
+    updates = {
+        f"updates-{number}-gspo": result(
+            "gspo", reward, experiment="updates", algorithm_keys={"num_mini_batches": number}
+        )
+        for number, reward in ((1, 0.5), (8, 0.7))
+    }
+    results = updates | {"a": result("gspo", 0.65), "b": result("gspo", 0.9, seed=1)}
+    (claim,) = (claim for claim in claims(results) if claim.text.startswith("More updates"))
+    assert claim.verdict == "confirmed"
+    assert claim.figures == "reward by updates of a batch: 1: 0.500, 4: 0.650, 8: 0.700 (one seed)"
+
+
 @pytest.mark.parametrize(("second", "expected"), [(0.6, "confirmed"), (0.4, "not confirmed")])
 def test_the_engines_log_probs_are_judged_at_each_lag_over_the_seeds_that_both_have(
     second: float, expected: str
@@ -243,6 +256,18 @@ def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_ou
     assert "Processor: a processor, runs: 1 and another, runs: 1. " in page
     quiet = {name: run | {"busy_share": 0.0} for name, run in results.items()}
     assert "| s a step |" in write_page(quiet, SCALES["small"], tmp_path / "long.md").read_text()
+
+
+def test_the_page_splits_what_is_outside_the_clip_where_it_was_recorded(tmp_path: Path) -> None:
+    run = result("gspo", 0.8, experiment="clip")
+    parts = {"noise": [0.2, None, 0.4], "lag": [None] * 3, "movement": [0.1, 0.1, 0.1]}
+    run["series"] |= {f"outside_clip_{name}": values for name, values in parts.items()}
+    run["series"] |= {"outside_clip_sequences": [0.4] * 3, "noise_clip": [0.001, 0.002, 0.9]}
+    results = {"clip-fixed-s0": run, "dense-gspo-0.0001-s0": result("gspo", 0.8)}
+    page = write_page(results, SCALES["small"], tmp_path / "long.md").read_text()
+    table = page.partition("## Why sequences are outside the clip")[2]
+    assert "| clip-fixed-s0 | 40.0% | 30.0% | - | 10.0% | 0.002 |" in table
+    assert "dense-gspo" not in table
 
 
 def test_the_page_can_be_written_before_any_run(tmp_path: Path) -> None:
