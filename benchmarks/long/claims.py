@@ -161,8 +161,10 @@ def _noise_costs_less(results: Results, arm: str) -> tuple[bool, str] | None:
     return None
 
 
-def _engine_log_probs_will_do(results: Results, _arm: str) -> tuple[bool, str] | None:
+def _engine_log_probs_will_do(results: Results, arm: str) -> tuple[bool, str] | None:
     runs = _by_seed(results, "lag", lambda run: (run["max_lag"], run["algorithm_keys"]["old_logprobs"]))
+    without_lag = {run["seed"]: run for run in best_runs(results, arm, "gspo")}
+    runs[0, "inference"] = without_lag | runs.get((0, "inference"), {})
     pairs = {lag: _at_equal_seeds(runs, [(lag, name) for name in DENOMINATORS]) for lag in LAGS}
     both = {lag: compared for lag, compared in pairs.items() if compared}
     if not both:

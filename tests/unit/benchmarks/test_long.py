@@ -132,6 +132,10 @@ def test_the_engines_log_probs_are_judged_at_each_lag_over_the_seeds_that_both_h
     assert verdict(results, start) == expected
     del results["4-recompute-0"], results["4-inference-1"]
     assert verdict(results, start) == "confirmed"
+    # Without a lag, the run of the ratios stands for one of the engine's log-probs.
+    del results["0-inference-1"]
+    results |= {"dense-gspo-0.0001-s0": result("gspo", 0.6), "dense-gspo-best-s1": result("gspo", 0.1, seed=1)}
+    assert verdict(results, start) == "not confirmed"
 
 
 def test_routing_replay_is_judged_over_the_seeds_that_all_four_kinds_have() -> None:
