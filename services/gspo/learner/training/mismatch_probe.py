@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.learner.model.batch import StepBatch
+from gspo.learner.model.batch import MicroBatch, StepBatch
 from gspo_core.figures import mismatch_stats, noise_stats
 from gspo_core.staleness import drop_old_tokens
 from gspo_core.stats import Stats
@@ -63,6 +63,20 @@ def mismatch_of_step(algorithm: AlgorithmConfig, logp_BT: Tensor, batch: StepBat
     """`compared_stats` of the tokens in a mask, at log-probs that every rank has: counted by rank zero alone."""
     stats = compared_stats(algorithm, logp_BT, batch.behavior_BT, mask_BT, batch.mask_BT, batch.branch_BT)
     return stats if distributed.get_rank() == 0 else {key: torch.zeros_like(value) for key, value in stats.items()}
+
+
+def mismatch_of_micro_batch(
+    algorithm: AlgorithmConfig, logp_RT: Tensor, batch: StepBatch, micro: MicroBatch, mask_BT: Tensor
+) -> Stats:
+    """`compared_stats` of the tokens in a mask that are in this micro-batch."""
+    return compared_stats(
+        algorithm,
+        logp_RT,
+        micro.take(batch.behavior_BT),
+        micro.take_mask(mask_BT),
+        micro.take_mask(batch.mask_BT),
+        None if batch.branch_BT is None else micro.take(batch.branch_BT),
+    )
 
 
 class MismatchProbe:

@@ -26,7 +26,12 @@ from gspo.learner.objective.own_loss import OwnLoss
 from gspo.learner.objective.step_loss import StepTargets, has_gradient, micro_batch_loss, step_targets
 from gspo.learner.objective.teacher_kl import TeacherKl
 from gspo.learner.ranks.process_group import sum_over_ranks, sum_stats
-from gspo.learner.training.mismatch_probe import MismatchProbe, compared_stats, fresh_tokens, mismatch_of_step
+from gspo.learner.training.mismatch_probe import (
+    MismatchProbe,
+    fresh_tokens,
+    mismatch_of_micro_batch,
+    mismatch_of_step,
+)
 from gspo.learner.training.policy_engine import PolicyEngine
 from gspo.learner.training.step_flops import step_flops
 from gspo.learner.training.step_metrics import (
@@ -298,11 +303,7 @@ class Trainer(PolicyEngine):
                 losses.append(part.detach().double())
                 sums.append(stats)
                 if fresh_BT is not None:
-                    compared_RT, counted_RT = micro.take_mask(fresh_BT), micro.take_mask(batch.mask_BT)
-                    behavior_RT = micro.take(batch.behavior_BT)
-                    branch_RT = None if batch.branch_BT is None else micro.take(batch.branch_BT)
-                    noise = self._algorithm, logp_RT.detach(), behavior_RT, compared_RT, counted_RT, branch_RT
-                    sums.append(compared_stats(*noise))
+                    sums.append(mismatch_of_micro_batch(self._algorithm, logp_RT.detach(), batch, micro, fresh_BT))
                 if micro.backward:
                     # DeepSpeed averages gradients over the ranks; N and M count all ranks, so the sum is needed. A
                     # loss that is not finite may have finite gradients: it makes them NaN, on every rank, in every
