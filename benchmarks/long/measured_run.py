@@ -81,11 +81,13 @@ def _sections(run: LongRun, scale: Scale, rate: float) -> Record:
         },
         "staleness": {"max_lag": run.max_lag},
         "generation": PRECISION["generation"],
-        "learner": {"dtype": run.learner_dtype, "learning_rate": rate, "mismatch_every": _MISMATCH_EVERY},
+        "learner": {"dtype": run.learner_dtype, "learning_rate": rate},
         "evaluation": {"every": _EVALUATE_EVERY},
         # The checkpoint before the last step, from which the experts of that step are compared.
         "run": {"total_steps": scale.steps, "checkpoint_every": scale.steps - 1},
     }
+    if run.max_lag:
+        changes["learner"]["mismatch_every"] = _MISMATCH_EVERY
     sections = {name: {**scale.sections.get(name, {}), **keys} for name, keys in changes.items()}
     return {"seed": run.seed, **sections}
 
