@@ -48,7 +48,7 @@ def measured_long_run(name: str, run: LongRun, scale: Scale, results: Mapping[st
     run_dir = trained(
         folder,
         scale.steps,
-        lambda: write_example(folder, cold_start, example=EXAMPLE, **_sections(run, scale, rate)),
+        lambda: write_example(folder, cold_start, example=EXAMPLE, **sections(run, scale, rate)),
         timeout_s=_RUN_S,
         again=again,
         **program,
@@ -71,7 +71,7 @@ def measured_long_run(name: str, run: LongRun, scale: Scale, results: Mapping[st
     return measured
 
 
-def _sections(run: LongRun, scale: Scale, rate: float) -> Record:
+def sections(run: LongRun, scale: Scale, rate: float) -> Record:
     """The sections of the configuration: those of the scale, and over them what this run changes."""
     changes: dict[str, Any] = {
         "algorithm": {

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+import yaml
 
+from benchmarks.harness import example
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.kept_runs import KeptRuns, chosen_names
 from benchmarks.long.claims import NOT_RUN, UNTESTED, claims
-from benchmarks.long.declared_runs import SCALES, best_rate, declared_runs, grid_name
+from benchmarks.long.declared_runs import SCALES, Scale, best_rate, declared_runs, grid_name
 from benchmarks.long.long_page import write_page
+from benchmarks.long.measured_run import sections
 from benchmarks.long.noisy_run import with_noise
+from gspo.common.config.loading import parse_config
 
 
 def result(algorithm: str, reward: float, **facts: Any) -> dict[str, Any]:
@@ -213,6 +217,23 @@ def test_every_experiment_is_declared_and_patterns_choose_its_runs() -> None:
     ]
     with pytest.raises(typer.BadParameter, match="lag-5-\\* is no run"):
         chosen_names("dense-*,lag-5-*", list(runs))
+
+
+@pytest.mark.parametrize("scale", list(SCALES.values()), ids=list(SCALES))
+def test_every_declared_run_has_a_configuration_that_loads(
+    scale: Scale, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "CACHE", tmp_path)
+    (tmp_path / "cold_start.json").write_text("{}")
+    for name, run in declared_runs().items():
+        written = example.write_example(name, tmp_path, example="long", **sections(run, scale, 1e-4))
+        file = written if written.is_file() else written / "config.yaml"
+        config = parse_config(yaml.safe_load(file.read_text()), file.parent)
+        assert (config.seed, config.staleness.max_lag, config.learner.dtype) == (
+            run.seed,
+            run.max_lag,
+            run.learner_dtype,
+        )
 
 
 def test_a_kept_run_is_not_made_again_and_those_before_a_failure_stay(tmp_path: Path) -> None:
