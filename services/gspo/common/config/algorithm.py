@@ -16,6 +16,7 @@ from gspo.common.config.presets import (
     ESTIMATOR_NORMS,
     OBJECTIVE_BOUNDS,
     OBJECTIVE_KEYS,
+    PRODUCT_BOUNDS,
     filled_from_preset,
 )
 
@@ -113,9 +114,12 @@ class AlgorithmConfig(Section):
         "over its tokens",
     )
     behavior_low: float = Field(
-        0.5, ge=0, le=1, description="Lower bound of that weight (mask, and truncate of a product)"
+        0.5,
+        ge=0,
+        le=1,
+        description="Lower bound of that weight (mask, and truncate of a product); at least 0.01 for a product",
     )
-    behavior_high: float = Field(2.0, ge=1, description="Upper bound of that weight (mask and truncate)")
+    behavior_high: float = Field(2.0, ge=1, description="Upper bound of that weight; at most 100 for a product")
     use_kl_loss: bool = Field(False, description="Add a KL term to the original model to the loss")
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="Factor of that term")
     kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that term")
@@ -166,13 +170,12 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _own_loss_is_the_whole_objective(self) -> AlgorithmConfig:
-        for key in OBJECTIVE_KEYS if self.has_own_loss else ():
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise self.wrong(
-                    key,
-                    "has no effect beside algorithm.loss.path, whose function is the whole loss of a token",
-                    "Leave it out, or leave algorithm.loss out",
-                )
+        if self.has_own_loss:
+            self.check_defaults(
+                "has no effect beside algorithm.loss.path, whose function is the whole loss of a token",
+                "Leave it out, or leave algorithm.loss out",
+                OBJECTIVE_KEYS,
+            )
         return self
 
     @model_validator(mode="after")
@@ -273,11 +276,41 @@ class AlgorithmConfig(Section):
                 "weights by recomputed log-probs over the engine's, and that weight is the ratio under inference",
                 "Set old_logprobs: recompute, or objective: cispo, whose clip truncates it",
             )
-        if self.behavior_level == "product" and self.behavior_correction != "none" and not self.behavior_low:
+        return self
+
+    @model_validator(mode="after")
+    def _correction_uses_its_keys(self) -> AlgorithmConfig:
+        if self.behavior_correction == "none":
+            self.check_defaults(
+                "has no effect under behavior_correction: none, where every weight is 1",
+                "Leave it out, or set behavior_correction: mask",
+                ("behavior_level", "behavior_low", "behavior_high"),
+            )
+        if self._only_caps:
+            self.check_defaults(
+                "has no effect under behavior_correction: truncate with behavior_level: "
+                f"{self.behavior_level}, where weights have an upper bound alone",
+                "Leave it out, or set behavior_correction: mask",
+                ("behavior_low",),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _product_is_bounded(self) -> AlgorithmConfig:
+        if self.behavior_level != "product":
+            return self
+        lowest, highest = PRODUCT_BOUNDS
+        if self.behavior_low < lowest:
             raise self.wrong(
                 "behavior_low",
-                "leaves behavior_level: product without a lower bound, and long answers with no weight",
-                "Set it above 0, or behavior_level: sequence",
+                f"is below {lowest:g}, and behavior_level: product gives long answers weights that small",
+                f"Set it to at least {lowest:g}, or set behavior_level: sequence",
+            )
+        if self.behavior_high > highest:
+            raise self.wrong(
+                "behavior_high",
+                f"is above {highest:g}, and behavior_level: product gives long answers weights that large",
+                f"Set it to at most {highest:g}, or set behavior_level: sequence",
             )
         return self
 
@@ -377,10 +410,20 @@ class AlgorithmConfig(Section):
         """(lowest, highest) weight of the behavior correction; None without one."""
         if self.behavior_correction == "none":
             return None
-        # Truncation only caps: a lower bound would raise the weight of tokens that the policy has moved away from. A
-        # product falls with an answer's length too, and has both.
-        only_caps = self.behavior_correction == "truncate" and self.behavior_level != "product"
-        return 0.0 if only_caps else self.behavior_low, self.behavior_high
+        return 0.0 if self._only_caps else self.behavior_low, self.behavior_high
+
+    @property
+    def _only_caps(self) -> bool:
+        """Whether the correction has no lower bound: one would raise the weight of tokens that the policy moved from.
+
+        A product falls with an answer's length too, and has both.
+        """
+        return self.behavior_correction == "truncate" and self.behavior_level != "product"
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step."""
+        return self.num_mini_batches * self.ppo_epochs
 
     @property
     def needs_reference(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -75,8 +76,13 @@ class Section(BaseModel):
         """The error of a key of this section, or of one within, whose value breaks a rule."""
         return ConfigError(key, attrgetter(key)(self), rule, fix)
 
-    def check_defaults(self, rule: str, fix: str) -> None:
-        """Refuse a key with another value than its default, where no other would have an effect."""
-        for key, field in type(self).model_fields.items():
-            if getattr(self, key) != field.get_default(call_default_factory=True, validated_data={}):
+    def check_defaults(self, rule: str, fix: str, keys: Iterable[str] | None = None) -> None:
+        """Refuse a key with another value than its default, where no other would have an effect.
+
+        Args:
+            keys: The section's keys that have none; all of them by default.
+        """
+        fields = type(self).model_fields
+        for key in fields if keys is None else keys:
+            if getattr(self, key) != fields[key].get_default(call_default_factory=True, validated_data={}):
                 raise self.wrong(key, rule, fix)

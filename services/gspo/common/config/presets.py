@@ -16,6 +16,9 @@ ESTIMATOR_NORMS = {"grpo": "group", "rloo": "leave_one_out"}
 # Bounds of other objectives, for ratios of any kind. For cispo, MiniMax-M1 has no lower bound (arXiv 2506.13585), and
 # ScaleRL's weights reach 5 (arXiv 2510.13786). Those of dppo are in verl's script for its paper (arXiv 2602.04879).
 OBJECTIVE_BOUNDS = {"cispo": (1.0, 4.0), "dppo_tv": (0.15, 0.15), "dppo_kl": (0.05, 0.05)}
+# The least lower and the largest upper bound of a sequence's exact weight. Beyond them one answer counts for a hundred
+# others, and the bounds are some in name only.
+PRODUCT_BOUNDS = (0.01, 100.0)
 # Keys that a loss of the user's own replaces.
 OBJECTIVE_KEYS = (
     *("importance_sampling", "ratio_of", "objective", "dual_clip_loss"),

@@ -62,6 +62,9 @@ ROLL_VALUES = {
 }
 
 
+TRUNCATE = {"old_logprobs": "recompute", "behavior_correction": "truncate"}
+
+
 def algorithm(**keys: Any) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(keys)
 
@@ -203,8 +206,16 @@ def test_reinforce_has_no_norm_of_its_own() -> None:
         ({"adv_estimator": "rloo", "num_return_sequences_in_group": 1}, "algorithm.num_return_sequences_in_group: 1"),
         ({"behavior_correction": "truncate"}, "algorithm.behavior_correction: truncate"),
         ({"behavior_correction": "truncate", "behavior_level": "token"}, "algorithm.behavior_correction: truncate"),
-        ({"old_logprobs": "recompute", "behavior_correction": "truncate", "behavior_level": "product",
-          "behavior_low": 0}, "algorithm.behavior_low: 0.0 leaves behavior_level: product"),
+        *(({key: value}, f"algorithm.{key}: {value} has no effect under behavior_correction: none")
+          for key, value in {"behavior_level": "token", "behavior_low": 0.9, "behavior_high": 1.1}.items()),
+        *(({**TRUNCATE, "behavior_level": level, "behavior_low": 0.9},
+           "algorithm.behavior_low: 0.9 has no effect under behavior_correction: truncate with")
+          for level in ("sequence", "token")),
+        *(({**TRUNCATE, "behavior_correction": kind, "behavior_level": "product", key: value}, named)
+          for kind in ("truncate", "mask")
+          for key, value, named in (("behavior_low", 0, "algorithm.behavior_low: 0.0 is below 0.01"),
+                                    ("behavior_low", 0.0099, "algorithm.behavior_low: 0.0099 is below 0.01"),
+                                    ("behavior_high", 101, "algorithm.behavior_high: 101.0 is above 100"))),
         ({"gamma": 0.9}, "algorithm.gamma: 0.9"),
         ({"overlong_buffer": 4097}, "algorithm.overlong_buffer: 4097"),
         ({"response_length": 100, "overlong_buffer": 101}, "algorithm.overlong_buffer: 101"),
@@ -248,6 +259,20 @@ def test_a_contradiction_names_key_value_and_fix(minimal: dict[str, Any], keys: 
     assert str(error.value).startswith(named)
     assert error.value.rule
     assert error.value.fix
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"behavior_correction": "none", "behavior_level": "sequence", "behavior_low": 0.5, "behavior_high": 2.0},
+        {**TRUNCATE, "behavior_low": 0.5},
+        {**TRUNCATE, "behavior_level": "product", "behavior_low": 0.01, "behavior_high": 100},
+        {"behavior_correction": "mask", "behavior_low": 0, "behavior_high": 1e9},
+    ],
+)
+def test_a_correction_has_its_defaults_and_bounds_that_count(keys: dict[str, Any]) -> None:
+    loaded = algorithm(**keys)
+    assert {key: getattr(loaded, key) for key in keys} == keys
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ CASES: list[dict[str, Any]] = [
     {**REINFORCE, "add_token_level_kl": True, "kl_coef": 0.3},
     *({"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_kind": kind} for kind in ("k1", "k2", "k3")),
     {"use_kl_loss": True, "kl_loss_coef": 0.2, "loss_agg_mode": "token-mean"},
-    {**RECOMPUTE, "behavior_correction": "truncate", "behavior_low": 0.98},
+    {**RECOMPUTE, "behavior_correction": "truncate"},
     {**RECOMPUTE, "behavior_correction": "mask", "behavior_low": 0.95},
     {**RECOMPUTE, "behavior_correction": "mask", "behavior_low": 0.9, "behavior_level": "token"},
     {**RECOMPUTE, "behavior_correction": "mask", "behavior_low": 0.9, "behavior_level": "product"},
@@ -97,7 +97,9 @@ def test_loss_and_gradient_are_those_of_the_formulas_with_these_keys(keys: dict[
     algorithm = AlgorithmConfig.model_validate(values)
     batch = random_batch(rng, by_branch=algorithm.ratio_of == "branch")
     behavior, mask = batch.behavior_BT.double().numpy(), batch.mask_BT.numpy()
-    old = behavior + (rng.normal(0, 0.1, mask.shape) if "old_logprobs" in keys else 0)
+    # Weights that are truncated are below the default of the lower bound too.
+    drift = 1.0 if algorithm.behavior_correction == "truncate" else 0.1
+    old = behavior + (rng.normal(0, drift, mask.shape) if "old_logprobs" in keys else 0)
     logp, ref = (values + rng.normal(0, 0.2, mask.shape) for values in (old, old))
 
     loss, gradient, targets = in_parts(algorithm, batch, logp, old, ref if algorithm.needs_reference else None)
