@@ -323,6 +323,18 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _experts_could_move(self) -> Config:
+        moves = self.algorithm.updates_per_step > 1 or self.learner.lora.dropout > 0
+        if self.algorithm.routing_replay == "learner" and not moves:
+            raise self.wrong(
+                "algorithm.routing_replay",
+                "has no effect with one update a step (num_mini_batches: 1, ppo_epochs: 1): its pass has the weights "
+                "of the old log-probs, and so their experts",
+                "Set it to none, or raise algorithm.num_mini_batches",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _offload_fits_the_stage(self) -> Config:
         learner = self.learner
         least = {"none": 0, "optimizer": 1, "all": 3}[learner.offload]

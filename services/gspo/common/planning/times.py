@@ -136,12 +136,7 @@ def _micro_batches(config: Config, lengths: RolloutLengths, ranks: int) -> int:
     """Micro-batches of each rank in a step."""
     tokens = config.algorithm.num_rollouts * (lengths.prompt + lengths.mean()) * config.algorithm.ppo_epochs
     groups = ranks // config.learner.sequence_ranks
-    return max(_updates(config), math.ceil(tokens / (groups * config.micro_batch_tokens)))
-
-
-def _updates(config: Config) -> int:
-    """Optimizer steps of a step."""
-    return config.algorithm.num_mini_batches * config.algorithm.ppo_epochs
+    return max(config.algorithm.updates_per_step, math.ceil(tokens / (groups * config.micro_batch_tokens)))
 
 
 def _collective(num_bytes: float, ranks: int, machine: Machine) -> Seconds:
@@ -168,7 +163,7 @@ def _exchange(
     under ZeRO 2 it reduces them. Else each optimizer step does, and under ZeRO 1 and 2 it gathers the new weights.
     A teacher's weights are gathered for its forward pass under ZeRO 3.
     """
-    stage, updates = config.learner.zero_stage, _updates(config)
+    stage, updates = config.learner.zero_stage, config.algorithm.updates_per_step
     gradients = FLOAT32_BYTES * size.num_trained
     if stage >= _DIVIDED_WEIGHTS:
         gathered = _BACKWARD_PASSES * gathered_bytes(config, profile)
@@ -227,7 +222,8 @@ def gathered_bytes(config: Config, profile: ModelProfile) -> int:
 
 
 def _optimizer(config: Config, size: TrainedSize, ranks: int, machine: Machine) -> Seconds:
-    part = size.num_trained / (ranks if config.learner.zero_stage else 1) * FLOAT32_BYTES * _updates(config)
+    part = size.num_trained / (ranks if config.learner.zero_stage else 1) * FLOAT32_BYTES
+    part *= config.algorithm.updates_per_step
     if config.learner.offload == "none":
         return seconds(ADAM_TOUCHES * part, machine.rates["optimizer_bytes_share"], machine.card.memory_bytes_s)
     # Gradients to the host and weights back; there AdamW takes about the time of three more such copies.

@@ -64,6 +64,8 @@ ROLL_VALUES = {
 
 TRUNCATE = {"old_logprobs": "recompute", "behavior_correction": "truncate"}
 
+REPLAY = {"old_logprobs": "recompute", "routing_replay": "learner"}
+
 
 def algorithm(**keys: Any) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(keys)
@@ -239,6 +241,7 @@ def test_reinforce_has_no_norm_of_its_own() -> None:
         ({"routing_replay": "engine", "old_logprobs": "recompute"},
          "algorithm.routing_replay: engine needs the engine's experts"),
         ({"routing_replay": "learner"}, "algorithm.routing_replay: learner replays the experts behind the old"),
+        ({**REPLAY, "num_mini_batches": 1}, "algorithm.routing_replay: learner has no effect with one update a step"),
         *(({**keys, "pg_clip_reference_length": 4096}, "algorithm.pg_clip_reference_length: 4096 widens the clip")
           for keys in ({"preset": "grpo"}, {"objective": "cispo"}, {"preset": "grpo", "objective": "dppo_tv"})),
         *(({"loss": {"path": "mine.py"}, key: value}, f"algorithm.{key}: {value} has no effect beside")
@@ -273,6 +276,23 @@ def test_a_contradiction_names_key_value_and_fix(minimal: dict[str, Any], keys: 
 def test_a_correction_has_its_defaults_and_bounds_that_count(keys: dict[str, Any]) -> None:
     loaded = algorithm(**keys)
     assert {key: getattr(loaded, key) for key in keys} == keys
+
+
+@pytest.mark.parametrize(
+    ("keys", "learner"),
+    [
+        ({"num_mini_batches": 2}, {}),
+        ({"num_mini_batches": 1, "ppo_epochs": 2}, {}),
+        # A pass with dropout has other states before the routers.
+        ({"num_mini_batches": 1}, {"lora": {"rank": 4, "dropout": 0.1}}),
+    ],
+)
+def test_experts_are_replayed_where_they_could_be_others(
+    minimal: dict[str, Any], keys: dict[str, Any], learner: dict[str, Any]
+) -> None:
+    parse_config({**minimal, "algorithm": {**REPLAY, **keys}, "learner": learner}, Path())
+    with pytest.raises(InputError, match="has no effect with one update a step"):
+        parse_config({**minimal, "algorithm": {**REPLAY, "num_mini_batches": 1}}, Path())
 
 
 @pytest.mark.parametrize(
