@@ -5,6 +5,7 @@ On-policy distillation. gspo_core has the formulas; the learner loads the model,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -17,7 +18,7 @@ from gspo.common.errors import NO_VALUE, ConfigError
 # Keys of algorithm that only change rewards, and those that only change the use of advantages.
 _OF_REWARDS = ["reward_norm", "reward_shift", "reward_scale", "reward_clip", "filter_zero_spread", "overlong_buffer"]
 _OF_ADVANTAGES = [
-    *("importance_sampling", "objective", "pg_clip", "pg_clip_low", "pg_clip_high", "dual_clip_loss"),
+    *("importance_sampling", "ratio_of", "objective", "pg_clip", "pg_clip_low", "pg_clip_high", "dual_clip_loss"),
     *("pg_clip_reference_length", "gamma", "whiten_advantages", "advantage_clip"),
 ]
 _OF_FILES, _OF_SERVER = ("trust_remote_code", "allow_pickle"), ("model", "timeout_s")
@@ -119,13 +120,40 @@ class TeacherConfig(Section):
         """
         if not self.alone:
             return
-        untouched = AlgorithmConfig(preset=algorithm.preset)
-        has_none = self.trains_by_loss_alone and not algorithm.add_token_level_kl
-        for key in _OF_REWARDS + (_OF_ADVANTAGES if has_none else []):
-            value = getattr(algorithm, key)
-            if value in (getattr(untouched, key), None):
-                continue
-            rule = "has no effect under teacher.alone: true, where rewards have no part in the advantages"
-            if key in _OF_ADVANTAGES:
-                rule = "has no effect under teacher.alone: true with teacher.kl_in: loss, where every advantage is 0"
+        _refuse_set(
+            _idle_without_rewards(algorithm),
+            algorithm,
+            "has no effect under teacher.alone: true, where rewards have no part in the advantages",
+        )
+        if self.trains_by_loss_alone and not algorithm.add_token_level_kl:
+            _refuse_set(
+                _idle_without_advantages(algorithm),
+                algorithm,
+                "has no effect under teacher.alone: true with teacher.kl_in: loss, where every advantage is 0",
+            )
+
+
+def _idle_without_rewards(algorithm: AlgorithmConfig) -> list[str]:
+    """Keys that have no effect where rewards have no part; the estimator comes before the norm that it implies."""
+    # reinforce alone has a discount, and one rollout of a prompt.
+    allows = algorithm.gamma != 1 or algorithm.num_return_sequences_in_group == 1
+    is_needed = algorithm.adv_estimator == "reinforce" and allows
+    return [*_OF_REWARDS] if is_needed else ["adv_estimator", *_OF_REWARDS]
+
+
+def _idle_without_advantages(algorithm: AlgorithmConfig) -> list[str]:
+    """Keys that have no effect where every advantage is 0."""
+    masks = algorithm.behavior_correction == "mask" and algorithm.old_logprobs == "recompute"
+    if masks:  # takes tokens out of every loss
+        return _OF_ADVANTAGES
+    needs_old = algorithm.has_own_loss or algorithm.routing_replay == "learner"
+    return [*_OF_ADVANTAGES, "behavior_correction", *([] if needs_old else ["old_logprobs"])]
+
+
+def _refuse_set(keys: Sequence[str], algorithm: AlgorithmConfig, rule: str) -> None:
+    """Refuse another value of these keys than that of the preset."""
+    preset = AlgorithmConfig(preset=algorithm.preset)
+    for key in keys:
+        value = getattr(algorithm, key)
+        if value not in (getattr(preset, key), None):
             raise ConfigError(f"algorithm.{key}", value, rule, "Leave it out, or set teacher.alone: false")

@@ -107,6 +107,69 @@ def test_a_key_of_advantages_has_no_effect_where_all_are_0(key: str, value: Any)
     parsed(loss, algorithm={key: value, "add_token_level_kl": True})
 
 
+@pytest.mark.parametrize("value", ["reinforce", "rloo"])
+def test_an_estimator_has_no_effect_beside_a_teacher_alone(value: str) -> None:
+    for kl_in in ("advantage", "loss"):
+        error = refused({**ALONE, "kl_in": kl_in}, algorithm={"adv_estimator": value})
+        assert str(error).startswith(f"algorithm.adv_estimator: {value} has no effect under teacher.alone: true")
+    parsed({"path": "larger"}, REWARD, algorithm={"adv_estimator": value})
+
+
+def test_the_estimator_of_another_preset_is_named_in_place_of_its_norm() -> None:
+    error = refused(ALONE, algorithm={"preset": "roll-gspo", "adv_estimator": "grpo"})
+    assert str(error).startswith("algorithm.adv_estimator: grpo has no effect")
+
+
+@pytest.mark.parametrize("needs", [{"gamma": 0.9}, {"num_return_sequences_in_group": 1}])
+def test_a_teacher_alone_has_the_estimator_that_a_discount_or_a_single_rollout_needs(needs: dict[str, Any]) -> None:
+    assert parsed(ALONE, algorithm={"adv_estimator": "reinforce", **needs}).teacher.alone
+
+
+RECOMPUTE = {"old_logprobs": "recompute"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({**RECOMPUTE, "behavior_correction": "truncate"}, "behavior_correction: truncate"),
+        ({"behavior_correction": "mask"}, "behavior_correction: mask"),
+        (RECOMPUTE, "old_logprobs: recompute"),
+        ({**RECOMPUTE, "loss": {"path": "l.py"}, "behavior_correction": "truncate"}, "behavior_correction: truncate"),
+        ({"loss": {"path": "l.py"}, "behavior_correction": "mask"}, "behavior_correction: mask"),
+    ],
+    ids=str,
+)
+def test_old_log_probs_without_an_advantage_have_no_effect(keys: dict[str, Any], named: str) -> None:
+    loss = {**ALONE, "kl_in": "loss"}
+    assert str(refused(loss, algorithm=keys)).startswith(f"algorithm.{named} has no effect")
+    parsed(ALONE, algorithm=keys)
+    parsed(loss, algorithm={**keys, "add_token_level_kl": True})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        # Takes tokens out of the teacher's loss too.
+        {**RECOMPUTE, "behavior_correction": "mask"},
+        # Experts are those of the pass that makes the old log-probs.
+        {**RECOMPUTE, "routing_replay": "learner"},
+        # A loss of one's own has them as an input, and may have a gradient without an advantage.
+        {**RECOMPUTE, "loss": {"path": "l.py"}},
+        {"loss": {"path": "l.py"}},
+    ],
+    ids=str,
+)
+def test_old_log_probs_that_another_part_uses_are_accepted(keys: dict[str, Any]) -> None:
+    assert parsed({**ALONE, "kl_in": "loss"}, algorithm=keys).teacher.trains_by_loss_alone
+
+
+def test_branches_share_no_ratio_where_every_advantage_is_0() -> None:
+    agents: dict[str, Any] = {"agent": {"external": True}, "gateway": {"replicas": 1}}
+    error = refused({**ALONE, "kl_in": "loss"}, REWARD, algorithm={"ratio_of": "branch"}, **agents)
+    assert error.where == "algorithm.ratio_of" and "every advantage is 0" in error.rule
+    parsed(ALONE, REWARD, algorithm={"ratio_of": "branch"}, **agents)
+
+
 def test_the_example_is_a_configuration() -> None:
     config = read_config(Path(__file__).parents[4] / "examples/arithmetic/distill.yaml")
     assert config.teacher.alone and config.reward.functions
