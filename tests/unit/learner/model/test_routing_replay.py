@@ -242,6 +242,14 @@ def test_routers_are_trained_also_after_their_choice_has_moved(folder: Path) -> 
     assert len(norms) == 4 and all(norm > 1e-4 for of_update in norms for norm in of_update)
 
 
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_every_update_replays(folder: Path, last: int) -> None:
+    """The figure is of the last applied update, so those after it are left out."""
+    trainer = Trainer(make_config(folder, algorithm=REPLAY, learner={"learning_rate": 1e-2}), folder)
+    figures = train(trainer, 1, few_rows(folder), not_applied=range(last + 1, 4)).metrics
+    assert figures["experts_changed"] > 0.1
+
+
 def test_adapters_of_experts_and_routers_replay(folder: Path) -> None:
     """And the policy without its adapters, to which the KL term compares, routes by itself."""
     lora = {"rank": 4, "target_modules": ["all-linear"]}
