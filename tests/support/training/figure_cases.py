@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "roll-gspo": {"preset": "roll-gspo", "prompt_length": 64, "response_length": 64},
     "length": {"pg_clip_low": 0.002, "pg_clip_high": 0.003, "pg_clip_reference_length": 30},
     "branch": {"ratio_of": "branch", "pg_clip_low": 0.002, "pg_clip_high": 0.003, "pg_clip_reference_length": 30},
+    "turns": {"loss_agg_mode": "seq-mean-turn-mean"},
     "grpo": {"preset": "grpo"},
     "cispo": {"objective": "cispo", "importance_sampling": "token", "pg_clip": 0.002},
     "dppo": {"objective": "dppo_tv", "importance_sampling": "token", "pg_clip": 1e-4},
@@ -35,8 +36,13 @@ CASES: dict[str, dict[str, Any]] = {
     "teacher_alone": {},
     "mask": {"old_logprobs": "recompute", "behavior_correction": "mask", "behavior_low": 0.99, "behavior_high": 1.01},
 }
+# Their keys need rollouts of several branches or turns.
+OF_AGENTS = ("branch", "turns")
 # Sections `teacher`, without the path.
-TEACHERS: dict[str, dict[str, Any]] = {"teacher": {"coef": 0.3}, "teacher_alone": {"kl_in": "loss", "alone": True}}
+TEACHERS: dict[str, dict[str, Any]] = {
+    "teacher": {"coef": 0.3},
+    "teacher_alone": {"kl_in": "loss", "coef": 0.3, "alone": True},
+}
 LEARNER = {"learning_rate": 1e-4, "warmup_steps": 3, "weight_decay": 0.1}
 _EQUAL = (0, 1, 2)
 TEACHER = "teacher"
@@ -51,7 +57,7 @@ def make_figure_models(folder: Path) -> Path:
 def figure_config(model: Path, case: str, **learner: Any) -> Config:
     """The configuration of a case; `learner` adds keys of that section."""
     keys: dict[str, Any] = {"algorithm": CASES[case], "learner": {**LEARNER, **learner}}
-    if CASES[case].get("ratio_of") == "branch":
+    if case in OF_AGENTS:
         keys |= {"agent": {"external": True}, "gateway": {"replicas": 1}}
     if case in TEACHERS:
         keys["teacher"] = {"path": str(model / TEACHER), **TEACHERS[case]}
