@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.common.config.teacher import TeacherConfig
 from gspo.learner.model.batch import StepBatch, rank_micro_batches
 from gspo.learner.objective.step_loss import has_gradient, micro_batch_loss, step_targets
+from gspo.learner.objective.teacher_kl import TeacherKl
 from tests.support.training.numpy_reference import (
     advantages,
     behavior_weight,
@@ -50,6 +52,7 @@ CASES: list[dict[str, Any]] = [
     *({"use_kl_loss": True, "kl_loss_coef": 0.2, "kl_kind": kind} for kind in ("k1", "k2", "k3")),
     {"use_kl_loss": True, "kl_loss_coef": 0.2, "loss_agg_mode": "token-mean"},
     {**RECOMPUTE, "behavior_correction": "truncate"},
+    {**REINFORCE, **RECOMPUTE, "behavior_correction": "truncate", "advantage_clip": 0.5},
     {**RECOMPUTE, "behavior_correction": "mask", "behavior_low": 0.95},
     {**RECOMPUTE, "behavior_correction": "mask", "behavior_low": 0.9, "behavior_level": "token"},
     {**RECOMPUTE, "behavior_correction": "mask", "behavior_low": 0.9, "behavior_level": "product"},
@@ -142,6 +145,19 @@ def test_the_entropy_bonus_is_aggregated_like_the_loss_and_lifts_every_counted_t
     losses[0.3].backward()
     assert entropy_BT.grad is not None
     np.testing.assert_allclose(entropy_BT.grad.numpy(), -0.3 * each, rtol=1e-6, atol=0)
+
+
+def test_the_penalties_of_reference_and_teacher_add_up() -> None:
+    rng = np.random.default_rng(0)
+    batch = random_batch(rng)
+    old, ref, taught = (rng.normal(-1.5, 0.3, batch.mask_BT.shape) for _ in range(3))
+    algorithm = AlgorithmConfig.model_validate({**REINFORCE, "add_token_level_kl": True, "kl_coef": 0.3})
+    teacher = TeacherKl(TeacherConfig(path="larger", coef=0.5), torch.tensor(taught))
+    targets = step_targets(algorithm, batch, torch.tensor(old), torch.tensor(ref), teacher)
+    penalty = 0.3 * (old - ref) + 0.5 * (old - taught)
+    rewards = np.array([row.advantage for row in batch.rows])
+    expected = advantages(rewards, batch.mask_BT.numpy(), penalty, gamma=1.0, whiten=False, clip=None)
+    np.testing.assert_allclose(targets.advantage_BT.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 def in_parts(
