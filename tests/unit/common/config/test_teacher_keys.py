@@ -82,29 +82,38 @@ def test_rewards_may_be_absent_beside_a_teacher_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("filter_zero_spread", True), ("overlong_buffer", 8), ("reward_clip", 5.0), ("reward_shift", True)],
+    "algorithm",
+    [
+        *({"filter_zero_spread": True}, {"overlong_buffer": 8}, {"reward_clip": 5.0}, {"reward_shift": True}),
+        *({"reward_scale": True}, {"reward_norm": "batch", "adv_estimator": "reinforce"}),
+    ],
+    ids=str,
 )
-def test_a_key_of_rewards_has_no_effect_beside_a_teacher_alone(key: str, value: Any) -> None:
-    error = refused(ALONE, REWARD, algorithm={key: value})
-    assert error.where == f"algorithm.{key}" and "rewards have no part" in error.rule
-    parsed({"path": "larger"}, REWARD, algorithm={key: value})
+def test_a_key_of_rewards_has_no_effect_beside_a_teacher_alone(algorithm: dict[str, Any]) -> None:
+    error = refused(ALONE, REWARD, algorithm=algorithm)
+    assert error.where == f"algorithm.{next(iter(algorithm))}" and "rewards have no part" in error.rule
+    parsed({"path": "larger"}, REWARD, algorithm=algorithm)
     # A preset's values are accepted.
     for preset in ("roll-gspo", "dr-grpo"):
         parsed(ALONE, REWARD, algorithm={"preset": preset})
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("pg_clip", 0.1), ("importance_sampling", "token"), ("advantage_clip", 1.0), ("objective", "cispo")],
+    "algorithm",
+    [
+        *({"importance_sampling": "token"}, {"objective": "cispo"}, {"dual_clip_loss": True}, {"pg_clip": 0.1}),
+        *({"pg_clip_low": 0.1}, {"pg_clip_high": 0.1}, {"pg_clip_reference_length": 64}, {"advantage_clip": 1.0}),
+        *({"whiten_advantages": True}, {"gamma": 0.9, "adv_estimator": "reinforce"}),
+    ],
+    ids=str,
 )
-def test_a_key_of_advantages_has_no_effect_where_all_are_0(key: str, value: Any) -> None:
+def test_a_key_of_advantages_has_no_effect_where_all_are_0(algorithm: dict[str, Any]) -> None:
     loss = {**ALONE, "kl_in": "loss"}
-    error = refused(loss, algorithm={key: value})
-    assert error.where == f"algorithm.{key}" and "every advantage is 0" in error.rule
-    parsed(ALONE, algorithm={key: value})
+    error = refused(loss, algorithm=algorithm)
+    assert error.where == f"algorithm.{next(iter(algorithm))}" and "every advantage is 0" in error.rule
+    parsed(ALONE, algorithm=algorithm)
     # A KL in the rewards is an advantage.
-    parsed(loss, algorithm={key: value, "add_token_level_kl": True})
+    parsed(loss, algorithm={**algorithm, "add_token_level_kl": True})
 
 
 @pytest.mark.parametrize("value", ["reinforce", "rloo"])
