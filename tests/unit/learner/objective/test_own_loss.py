@@ -122,6 +122,8 @@ def test_the_examples_pass_the_trial(entry: str, reference: bool) -> None:
          "not the same for more padding", "counted tokens"),
         ("return -(logp - torch.where(mask, logp, 0).sum() / mask.sum())",
          "a rollout of 12 token\\(s\\) alone: the loss of a token was", "own row alone"),
+        ("return -logp * (1 + len(logp) / 800)", r"a rollout of 12 token\(s\) alone: the loss of a token was",
+         "own row alone"),
         ("b = (torch.where(mask, logp, 0).sum() / mask.sum())\n    return -logp * (1 + b - b.detach())",
          "a rollout of 12 token\\(s\\) alone: the gradient of a token was", "own row alone"),
         ("return -logp, {'share': (torch.where(mask, logp, 0).sum() / mask.sum()).expand_as(logp)}",
