@@ -15,10 +15,15 @@ import torch
 from gspo.common.config.loading import write_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.telemetry.activity import Activity
 from gspo.learner.objective.loss_file import check_own_loss, keep_loss_file, with_kept_loss
 from gspo.learner.objective.loss_trial import made_up_batch, try_loss
 from gspo.learner.objective.own_loss import LossError, OwnLoss
+from gspo.learner.recovery import restore
+from gspo.learner.storage.run_directory import RunDir
+from gspo.learner.training.rank_control import RankZero
 from gspo.learner.training.trainer import Trainer
+from gspo.learner.training.trainer_api import configured_hyperparameters
 from gspo_core.stats import figures
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config, make_rows, train
@@ -231,6 +236,21 @@ def test_a_run_trains_with_its_copy_and_a_resume_takes_no_other_file(folder: Pat
     for refuse in (lambda: keep_loss_file(config, run_dir), lambda: check_own_loss(config)):
         with pytest.raises(InputError, match=r"loss\.py, the run's copy of .*mine.py, cannot be read"):
             refuse()
+
+
+def test_a_file_that_changes_once_the_copy_is_made_changes_no_run(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def loss(batch):\n    return -batch.logp_BT, {'kept': batch.logp_BT}\n")
+    config = make_config(folder, algorithm=own("loss", path), run={"directory": str(tmp_path), "total_steps": 1})
+
+    def start(config: Config, model: Path, run_dir: Path) -> RankZero:
+        path.write_text(RIGHT)
+        return RankZero(config, model, run_dir)
+
+    with RunDir(config.run_dir) as run:
+        trainer, *_ = restore(config, folder, run, Activity("learner"), start)
+    figures = trainer.train(1, make_rows(folder), (), configured_hyperparameters(config, 1)).metrics
+    assert "loss_kept_mean" in figures
 
 
 def test_a_start_that_trained_nothing_takes_the_newer_file(folder: Path, tmp_path: Path) -> None:
