@@ -224,6 +224,17 @@ def test_ctrl_c_stops_after_a_step_and_the_same_command_continues(run_dir: Path)
     assert "Equal: 6 steps are as recorded" in done.printed
 
 
+def test_a_loss_of_ones_own_is_replayed_from_the_runs_copy(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def loss(batch):\n    return -batch.advantage_BT * batch.logp_BT\n")
+    algorithm = {"num_mini_batches": 2, "loss": {"path": str(path)}}
+    run_dir = record_run(tmp_path, steps=2, checkpoints=(), algorithm=algorithm)
+    path.unlink()
+    done = replay(run_dir, "--steps", "1..2", "--json")
+    assert done.code == 0, done.errors
+    assert (done.json["equal"], done.json["exact"]) == (True, True)
+
+
 def test_two_ranks_round_otherwise_and_repeat_their_own_bits(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "two"
     words = ("--steps", "1..2", "--with", "learner.ranks=2", "--json")

@@ -12,6 +12,7 @@ from typing import Any
 from gspo.cli.rundir.start import ENVIRONMENT_NAME, environment
 from gspo.common.config.loading import CONFIG_NAME, parse_config, write_config
 from gspo.learner.assembly.rows import Row
+from gspo.learner.objective.loss_file import keep_loss_file, with_kept_loss
 from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.trainer import Trainer
@@ -39,7 +40,8 @@ def record_run(folder: Path, *, steps: int = 6, checkpoints: Collection[int] = (
     write_config(config, path / CONFIG_NAME)
     (path / ENVIRONMENT_NAME).write_text(json.dumps(environment(config)))
     with RunDir(path) as run:
-        trainer = Trainer(config, model)
+        keep_loss_file(config, path)
+        trainer = Trainer(with_kept_loss(config, path), model)
         first = weights_from(0, trainer.policy())
         run.append_version(0, first.digest, first.dtype)
         for step in range(1, steps + 1):
