@@ -24,6 +24,12 @@ from tests.support.service_process import log_events, registered, service_proces
 from tests.support.training.learner_feed import LearnerFeed, lines, run_of
 
 pytestmark = pytest.mark.timeout(400)
+# Its figure is 1 where the run's copy of the file is what runs.
+OWN_LOSS = """
+def loss(batch):
+    l_BT = -batch.advantage_BT * batch.logp_BT
+    return l_BT, {"kept": (l_BT * 0).detach() + __file__.endswith("/loss.py")}
+"""
 
 
 def ranks(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
@@ -39,13 +45,16 @@ def calls_of(process: psutil.Process, port: int) -> int:
 
 async def end(redis: Redis, keys: Keys, feeder: LearnerFeed, process: subprocess.Popen[bytes], step: int = 3) -> None:
     """The coordinator's Finished event after the last step, at which all ranks end."""
-    assert (await feeder.event("training_done")).training_done.step == step
+    assert (await feeder.event("training_done", timeout_s=120)).training_done.step == step
     await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="done")))
     assert await asyncio.to_thread(wait_exit, process, 60) == 0
 
 
 def of_two_ranks(tmp_path: Path, zero_stage: int) -> Config:
-    return run_of(tmp_path, learner={"ranks": 2, "zero_stage": zero_stage}, run={"checkpoint_every": 1000})
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_LOSS)
+    learner = {"ranks": 2, "zero_stage": zero_stage}
+    return run_of(tmp_path, algorithm={"loss": {"path": str(path)}}, learner=learner, run={"checkpoint_every": 1000})
 
 
 @pytest.mark.asyncio(loop_scope="function")
@@ -75,7 +84,9 @@ async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
         await end(redis, keys, feeder, second)
     # The replay on two ranks made the same bits: no version was recorded anew.
     assert lines(config, "policy.jsonl")[:3] == recorded
-    assert [line["step"] for line in lines(config, "metrics.jsonl")] == [1, 2, 3]
+    trained = lines(config, "metrics.jsonl")
+    assert [line["step"] for line in trained] == [1, 2, 3]
+    assert [line["figures"]["loss_kept_mean"] for line in trained] == [1, 1, 1]
     assert (config.run_dir / "checkpoints" / "step-000003" / "manifest.json").is_file()
     assert (config.run_dir / "export" / "model.safetensors").is_file()
 
