@@ -85,7 +85,7 @@ def test_rewards_may_be_absent_beside_a_teacher_alone() -> None:
     "algorithm",
     [
         *({"filter_zero_spread": True}, {"overlong_buffer": 8}, {"reward_clip": 5.0}, {"reward_shift": True}),
-        *({"reward_scale": True}, {"reward_norm": "batch", "adv_estimator": "reinforce"}),
+        *({"reward_scale": True}, {"reward_norm": "batch", "adv_estimator": "reinforce", "gamma": 0.9}),
     ],
     ids=str,
 )
