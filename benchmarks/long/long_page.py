@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -22,6 +22,7 @@ from benchmarks.long.claims import claims, verdicts
 from benchmarks.long.declared_runs import LAST, Scale, declared_runs, last_reward
 from benchmarks.moe.comparison_run import COMPARED
 from gspo.cli.report.panels import BLUE, ORANGE
+from gspo.common.telemetry.clip_causes import ClipCauses, clip_causes
 
 GENERATED = "<!-- Below this line: written by python -m benchmarks long -->"
 _QUIET_SHARE = 0.1
@@ -43,9 +44,9 @@ differ by more than their answers do, so a claim on one seed is weak.
 - {times}
 """
 _CAUSES = """
-Means over the steps that know the cause ([gspo.md](gspo.md#why-sequences-are-outside-the-clip)), of runs that \
-recorded them. The last column is the clip, equal on both sides, that leaves at most 1 % of a step to noise: the \
-median over the steps.
+Means over the steps of runs that recorded the causes ([gspo.md](gspo.md#why-sequences-are-outside-the-clip)). The \
+noise is that of the steps that measured it; with recomputed log-probs, neither noise nor lag is in the ratio. The \
+last column is the clip, equal on both sides, that leaves at most 1 % of a step to noise: the median over the steps.
 """.strip()
 
 
@@ -73,8 +74,8 @@ def _render(results: Mapping[str, Record], scale: Scale, page: Path, plot: Path)
         _draw(results, plot)
         paragraphs.append(f"![Reward, accuracy, clipped share, entropy, gradient norm, mismatch]({plot.name})")
     paragraphs.append(_run_table(results))
-    if causes := {name: run for name, run in results.items() if _seen(run, "outside_clip_movement")}:
-        paragraphs += ["## Why sequences are outside the clip", _CAUSES, _cause_table(causes)]
+    if causes := {name: found for name, run in results.items() if (found := _causes_of(run))}:
+        paragraphs += ["## Why sequences are outside the clip", _CAUSES, _cause_table(causes, results)]
     if mismatch := {name: run["mismatch"] for name, run in results.items() if run.get("mismatch")}:
         paragraphs += ["## Mismatch over answer length", _mismatch_table(mismatch)]
     return "\n\n".join(paragraphs)
@@ -143,20 +144,23 @@ def _run_table(results: Mapping[str, Record]) -> str:
     )
 
 
-def _cause_table(results: Mapping[str, Record]) -> str:
-    """Shares of sequences by cause, as means over the steps that know them, and the median of the clip for noise."""
-    runs = [(name, results[name]) for name in declared_runs() if name in results]
+def _causes_of(run: Record) -> ClipCauses | None:
+    """Why sequences were outside the clip over all steps; None of a run that did not record it."""
+    series = run["series"]
+    num_steps = len(series["reward_mean"])
+    recorded = [{name: values[step] for name, values in series.items()} for step in range(num_steps)]
+    return clip_causes([{name: value for name, value in step.items() if value is not None} for step in recorded])
 
-    def of_each(name: str, value: Callable[[list[float]], float] = fmean) -> list[float | None]:
-        return [value(seen) if (seen := _seen(run, name)) else None for _, run in runs]
 
+def _cause_table(causes: Mapping[str, ClipCauses], results: Mapping[str, Record]) -> str:
+    runs = [(name, causes[name], _seen(results[name], "noise_clip")) for name in declared_runs() if name in causes]
     return table(
-        ("run", [name for name, _ in runs], ""),
-        ("outside the clip", of_each("outside_clip_sequences"), ".1%"),
-        ("by noise", of_each("outside_clip_noise"), ".1%"),
-        ("by lag", of_each("outside_clip_lag"), ".1%"),
-        ("by movement", of_each("outside_clip_movement"), ".1%"),
-        ("clip for noise alone", of_each("noise_clip", median), ".2g"),
+        ("run", [name for name, _, _ in runs], ""),
+        ("outside the clip", [of_run.outside for _, of_run, _ in runs], ".1%"),
+        ("by noise", [of_run.noise for _, of_run, _ in runs], ".1%"),
+        ("by lag", [of_run.lag for _, of_run, _ in runs], ".1%"),
+        ("by movement", [of_run.movement for _, of_run, _ in runs], ".1%"),
+        ("clip for noise alone", [median(clips) if clips else None for _, _, clips in runs], ".2g"),
     )
 
 

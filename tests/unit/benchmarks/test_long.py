@@ -285,13 +285,14 @@ def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_ou
 
 def test_the_page_splits_what_is_outside_the_clip_where_it_was_recorded(tmp_path: Path) -> None:
     run = result("gspo", 0.8, experiment="clip")
-    parts = {"noise": [0.2, None, 0.4], "lag": [None] * 3, "movement": [0.1, 0.1, 0.1]}
-    run["series"] |= {f"outside_clip_{name}": values for name, values in parts.items()}
-    run["series"] |= {"outside_clip_sequences": [0.4] * 3, "noise_clip": [0.001, 0.002, 0.9]}
+    shares = {"noise": [0.2, None, 0.1], "at_start": [0.3] * 3, "movement": [0.1] * 3, "sequences": [0.4] * 3}
+    run["series"] = {name: values[:3] for name, values in run["series"].items()}
+    run["series"] |= {f"outside_clip_{name}": values for name, values in shares.items()}
+    run["series"]["noise_clip"] = [0.001, 0.002, 0.9]
     results = {"clip-fixed-s0": run, "dense-gspo-0.0001-s0": result("gspo", 0.8)}
     page = write_page(results, SCALES["small"], tmp_path / "long.md").read_text()
     table = page.partition("## Why sequences are outside the clip")[2]
-    assert "| clip-fixed-s0 | 40.0% | 30.0% | - | 10.0% | 0.002 |" in table
+    assert "| clip-fixed-s0 | 40.0% | 15.0% | 15.0% | 10.0% | 0.002 |" in table
     assert "dense-gspo" not in table
 
 
