@@ -30,7 +30,9 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(policy: Path, teacher: Path, *, learner: dict[str, Any] | None = None, **keys: Any) -> Trainer:
     """A trainer whose rewards count for nothing."""
     # One cut for scoring and training, so that both sum in the same order.
-    algorithm = {"num_mini_batches": 1, "old_logprobs": "recompute"}
+    algorithm: dict[str, Any] = {"num_mini_batches": 1}
+    if keys.get("kl_in") != "loss":  # else nothing is compared with old log-probs
+        algorithm["old_logprobs"] = "recompute"
     section = {"path": str(teacher), "alone": True, **keys}
     learner = {"micro_batch_tokens": 100_000, "gradient_checkpointing": False, **(learner or {})}
     return Trainer(make_config(policy, algorithm=algorithm, teacher=section, learner=learner), policy)
