@@ -74,7 +74,7 @@ def _render(results: Mapping[str, Record], scale: Scale, page: Path, plot: Path)
         _draw(results, plot)
         paragraphs.append(f"![Reward, accuracy, clipped share, entropy, gradient norm, mismatch]({plot.name})")
     paragraphs.append(_run_table(results))
-    if causes := {name: found for name, run in results.items() if (found := _causes_of(run))}:
+    if causes := {name: split for name, run in results.items() if (split := _causes_of(run))}:
         paragraphs += ["## Why sequences are outside the clip", _CAUSES, _cause_table(causes, results)]
     if mismatch := {name: run["mismatch"] for name, run in results.items() if run.get("mismatch")}:
         paragraphs += ["## Mismatch over answer length", _mismatch_table(mismatch)]
