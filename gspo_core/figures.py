@@ -52,7 +52,7 @@ def noise_stats(
     pg_clip_reference_length: float | None = None,
     branch_BT: Tensor | None = None,
 ) -> Stats:
-    """Which sequences the mismatch alone puts outside the clip: the figure noise_share, and counts for `noise_clip`.
+    """The sequences that the mismatch alone puts outside the clip: the figure noise_share, and counts for `noise_clip`.
 
         x_i = sqrt(l_i / L_i) sum_t m_it (learner_it - behavior_it) / l_i,    outside where exp(x_i) is
 

@@ -18,7 +18,7 @@ CONFIRMED, FAILED, UNTESTED, NOT_RUN = "confirmed", "not confirmed", "could not 
 # A difference of mean rewards below this is none: two standard errors of 640 answers at a share of a half.
 NOISE = 0.04
 _MANY_TIMES, _COLLAPSE = 10.0, 0.5
-_UPDATES = 4  # of a batch, in every run that does not say so
+_UPDATES = 4  # of a batch, in the runs of the other experiments
 _LEARNT = 0.1  # rewards below are those of a model that cannot do the task, and compare nothing
 
 Results = Mapping[str, Record]

@@ -34,8 +34,9 @@ _METHOD = """
 
 - Task: `examples/long` ({example}), {steps} steps of 8 problems with 8 answers each. Held-out accuracy is of 2 \
 answers to each of 64 problems.
-- Equal in all runs: generation in bfloat16, `seq-mean-token-mean`. Where a name says nothing else: learner in \
-float32, four mini-batches, `max_lag: 0`, `old_logprobs: inference`. The runs `lag-*-recompute`, `routing-*` and \
+- Equal in all runs: generation in bfloat16, `seq-mean-token-mean`. The learner is in \
+float32 with four mini-batches, `max_lag: 0` and `old_logprobs: inference`, unless the name of a run says otherwise. \
+The runs `lag-*-recompute`, `routing-*` and \
 `bfloat16-*` have `recompute` with `behavior_correction: truncate`.
 - GSPO has the clip 3e-4 / 4e-4 of its sequence's ratio, GRPO 0.2 / 0.27 of each token's (arXiv 2507.18071).
 - A claim of rewards allows a difference of 0.04, two standard errors of a mean of 640 answers. Runs of other seeds \
