@@ -52,8 +52,8 @@ def _judged(text: str, judge: Judge, results: Results, arm: str) -> Claim:
     return Claim(text, verdict, judged[1])
 
 
-def best_runs(results: Results, arm: str, algorithm: str) -> list[Record]:
-    """The runs of the learning rate with the highest reward on seed 0, one for each seed."""
+def best_runs(results: Results, arm: str, algorithm: str) -> dict[int, Record]:
+    """Seed -> its run at the learning rate with the highest reward on seed 0."""
     runs = [
         run
         for run in results.values()
@@ -61,20 +61,20 @@ def best_runs(results: Results, arm: str, algorithm: str) -> list[Record]:
     ]
     first = [run for run in runs if run["seed"] == 0]
     if not first:
-        return []
+        return {}
     rate = max(first, key=last_reward)["learning_rate"]
-    return [run for run in runs if run["learning_rate"] == rate]
+    return {run["seed"]: run for run in runs if run["learning_rate"] == rate}
 
 
 def _compared(results: Results, arm: str) -> tuple[list[list[Record]], str] | None:
     """The best runs of both algorithms on the seeds that both have, and how much was compared."""
     best = [best_runs(results, arm, algorithm) for algorithm in COMPARED]
-    seeds = set.intersection(*({run["seed"] for run in runs} for runs in best))
+    seeds = set.intersection(*(set(runs) for runs in best))
     if not seeds:
         return None
     num_rates = min(len(_rates(results, arm, algorithm)) for algorithm in COMPARED)
     scope = f"seeds: {len(seeds)}, learning rates tried: {num_rates} of {len(RATES[arm])}"
-    return [[run for run in runs if run["seed"] in seeds] for runs in best], scope
+    return [[runs[seed] for seed in seeds] for runs in best], scope
 
 
 def _rates(results: Results, arm: str, algorithm: str) -> set[float]:
@@ -121,12 +121,12 @@ def _end_over_best(run: Record) -> float:
 
 
 def _averages_noise(results: Results, arm: str) -> tuple[bool, str] | None:
-    measured = [run["mismatch"] for run in best_runs(results, arm, "gspo") if run.get("mismatch")]
+    measured = best_runs(results, arm, "gspo").get(0, {}).get("mismatch")
     if not measured:
         return None
-    longest = measured[0][-1]
+    longest = measured[-1]
     factor = longest["sequence"] / longest["token"] * longest["tokens"] ** 0.5
-    falls = all(after["sequence"] < before["sequence"] for before, after in pairwise(measured[0]))
+    falls = all(after["sequence"] < before["sequence"] for before, after in pairwise(measured))
     words = (
         f"at {longest['tokens']} tokens: {longest['sequence']:.2e} of a sequence, {longest['token']:.2e} of a token, "
         f"{factor:.2f} times what independent tokens would have; it {'falls' if falls else 'does not fall'} with each "
@@ -137,10 +137,10 @@ def _averages_noise(results: Results, arm: str) -> tuple[bool, str] | None:
 
 def _gspo_token_is_alike(results: Results, arm: str) -> tuple[bool, str] | None:
     by_token = [run for run in results.values() if run["algorithm"] == "gspo_token" and run["arm"] == arm]
-    same = [run for run in best_runs(results, arm, "gspo") if by_token and run["seed"] == by_token[0]["seed"]]
+    same = best_runs(results, arm, "gspo").get(by_token[0]["seed"]) if by_token else None
     if not same:
         return None
-    rewards = last_reward(same[0]), last_reward(by_token[0])
+    rewards = last_reward(same), last_reward(by_token[0])
     return abs(
         rewards[0] - rewards[1]
     ) < NOISE, f"reward: GSPO {rewards[0]:.3f}, GSPO-token {rewards[1]:.3f} (one seed)"
@@ -150,7 +150,7 @@ def _noise_costs_less(results: Results, arm: str) -> tuple[bool, str] | None:
     runs = _by_seed(results, "noise", lambda run: (run["sigma"], run["algorithm"]))
     sigmas = sorted({sigma for sigma, _ in runs}, reverse=True)
     for name in COMPARED:
-        runs[0.0, name] = {run["seed"]: run for run in best_runs(results, arm, name)}
+        runs[0.0, name] = best_runs(results, arm, name)
     for sigma in sigmas:
         compared = _at_equal_seeds(runs, [(noise, name) for name in COMPARED for noise in (0.0, sigma)])
         if compared:
@@ -163,8 +163,7 @@ def _noise_costs_less(results: Results, arm: str) -> tuple[bool, str] | None:
 
 def _engine_log_probs_will_do(results: Results, arm: str) -> tuple[bool, str] | None:
     runs = _by_seed(results, "lag", lambda run: (run["max_lag"], run["algorithm_keys"]["old_logprobs"]))
-    without_lag = {run["seed"]: run for run in best_runs(results, arm, "gspo")}
-    runs[0, "inference"] = without_lag | runs.get((0, "inference"), {})
+    runs[0, "inference"] = best_runs(results, arm, "gspo") | runs.get((0, "inference"), {})
     pairs = {lag: _at_equal_seeds(runs, [(lag, name) for name in DENOMINATORS]) for lag in LAGS}
     both = {lag: compared for lag, compared in pairs.items() if compared}
     if not both:
@@ -185,8 +184,8 @@ def _more_updates_do_no_harm(results: Results, arm: str) -> tuple[bool, str] | N
     }
     if len(rewards) < 2:
         return None
-    others = [last_reward(run) for run in best_runs(results, arm, "gspo") if run["seed"] == 0]
-    rewards |= dict(zip([_UPDATES], others, strict=False))
+    if other := best_runs(results, arm, "gspo").get(0):
+        rewards[_UPDATES] = last_reward(other)
     words = ", ".join(f"{updates}: {reward:.3f}" for updates, reward in sorted(rewards.items()))
     return rewards[max(rewards)] >= rewards[min(rewards)] - NOISE, f"reward by updates of a batch: {words} (one seed)"
 

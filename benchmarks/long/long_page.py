@@ -34,10 +34,9 @@ _METHOD = """
 
 - Task: `examples/long` ({example}), {steps} steps of 8 problems with 8 answers each. Held-out accuracy is of 2 \
 answers to each of 64 problems.
-- Equal in all runs: generation in bfloat16, `seq-mean-token-mean`. The learner is in \
-float32 with four mini-batches, `max_lag: 0` and `old_logprobs: inference`, unless the name of a run says otherwise. \
-The runs `lag-*-recompute`, `routing-*` and \
-`bfloat16-*` have `recompute` with `behavior_correction: truncate`.
+- Equal in all runs: generation in bfloat16, `seq-mean-token-mean`. The learner is in float32 with four mini-batches, \
+`max_lag: 0` and `old_logprobs: inference`, unless the name of a run says otherwise. The runs `lag-*-recompute`, \
+`routing-*` and `bfloat16-*` have `recompute` with `behavior_correction: truncate`.
 - GSPO has the clip 3e-4 / 4e-4 of its sequence's ratio, GRPO 0.2 / 0.27 of each token's (arXiv 2507.18071).
 - A claim of rewards allows a difference of 0.04, two standard errors of a mean of 640 answers. Runs of other seeds \
 differ by more than their answers do, so a claim on one seed is weak.
@@ -148,9 +147,8 @@ def _run_table(results: Mapping[str, Record]) -> str:
 def _causes_of(run: Record) -> ClipCauses | None:
     """Why sequences were outside the clip over all steps; None of a run that did not record it."""
     series = run["series"]
-    num_steps = len(series["reward_mean"])
-    recorded = [{name: values[step] for name, values in series.items()} for step in range(num_steps)]
-    return clip_causes([{name: value for name, value in step.items() if value is not None} for step in recorded])
+    steps = range(len(series["reward_mean"]))
+    return clip_causes([{name: of[step] for name, of in series.items() if of[step] is not None} for step in steps])
 
 
 def _cause_table(causes: Mapping[str, ClipCauses], results: Mapping[str, Record]) -> str:
