@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gspo_core.advantage import groups_with_spread
 from gspo_core.branches import lengths_of_sequences, means_of_sequences
-from gspo_core.loss import clip_sides
+from gspo_core.loss import clip_scale, clip_sides
 from gspo_core.shapes import check_matrix
 from gspo_core.staleness import rollout_age, token_age
 from gspo_core.stats import Stats, mean_stats, moment_stats
@@ -30,14 +30,18 @@ def mismatch_stats(
     are the two sigmas. All tensors [B, T].
     With `branch_BT`, as of `loss.policy_loss`, sequences are branches.
     """
-    check_matrix(learner_logp_BT=learner_logp_BT, behavior_logp_BT=behavior_logp_BT, mask_BT=mask_BT)
-    m_BT = mask_BT.bool()
-    delta_BT = torch.where(m_BT, learner_logp_BT.detach().double() - behavior_logp_BT.detach().double(), 0.0)
+    delta_BT, m_BT = _mismatch(learner_logp_BT, behavior_logp_BT, mask_BT), mask_BT.bool()
     mean_BK = means_of_sequences(delta_BT, m_BT, branch_BT)
     return {
         **moment_stats("mismatch", delta_BT, m_BT),
         **moment_stats("sequence_mismatch", mean_BK, lengths_of_sequences(m_BT, branch_BT) > 0),
     }
+
+
+def _mismatch(learner_logp_BT: Tensor, behavior_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """learner_it - behavior_it in float64, 0 outside the mask."""
+    check_matrix(learner_logp_BT=learner_logp_BT, behavior_logp_BT=behavior_logp_BT, mask_BT=mask_BT)
+    return torch.where(mask_BT.bool(), learner_logp_BT.detach().double() - behavior_logp_BT.detach().double(), 0.0)
 
 
 def noise_stats(
@@ -64,8 +68,7 @@ def noise_stats(
         mask_BT: The compared tokens, as for `mismatch_stats`; the other arguments are those of `loss.policy_loss`.
         counted_BT: All tokens that the loss counts.
     """
-    m_BT = mask_BT.bool()
-    x = torch.where(m_BT, learner_logp_BT.detach().double() - behavior_logp_BT.detach().double(), 0.0)
+    x, m_BT = _mismatch(learner_logp_BT, behavior_logp_BT, mask_BT), mask_BT.bool()
     length, compared = torch.ones_like(x), m_BT
     if importance_sampling != "token":
         length, num_compared = (lengths_of_sequences(each_BT, branch_BT) for each_BT in (counted_BT, m_BT))
@@ -73,9 +76,8 @@ def noise_stats(
         x = means_of_sequences(x, m_BT, branch_BT) * (num_compared / length.clamp(min=1).double()).sqrt()
     low, high = clip_sides(length, pg_clip_low, pg_clip_high, pg_clip_reference_length)
     moved = torch.expm1(x)
-    _, unit = clip_sides(length, 1.0, 1.0, pg_clip_reference_length)
-    sides = _SIDES.to(x.device)
-    first_side = torch.bucketize((moved.abs() / unit)[compared], sides)  # the narrowest side that holds each
+    scale, sides = clip_scale(length, pg_clip_reference_length), _SIDES.to(x.device)
+    first_side = torch.bucketize((moved.abs() / scale)[compared], sides)  # the narrowest side that holds each
     num_first = torch.bincount(first_side, minlength=len(sides) + 1).double()
     return {
         **mean_stats("noise_share", (moved < -low) | (moved > high), compared),

@@ -142,10 +142,15 @@ def clip_sides(
     log s_i is a mean over L_i tokens. If these move independently, its spread falls with 1 / sqrt(L_i). Such sides then
     clip an equal share of short and long sequences. An empty sequence has those of one token.
     """
-    scale_B = torch.ones_like(length_B, dtype=torch.float64)
-    if pg_clip_reference_length is not None:
-        scale_B = (pg_clip_reference_length / length_B.clamp(min=1).double()).sqrt()
+    scale_B = clip_scale(length_B, pg_clip_reference_length)
     return (pg_clip_low * scale_B).clamp(max=1), pg_clip_high * scale_B
+
+
+def clip_scale(length_B: Tensor, pg_clip_reference_length: float | None) -> Tensor:
+    """The factor of `clip_sides` for sequences of `length_B` tokens, float64, of its shape; 1 without a reference."""
+    if pg_clip_reference_length is None:
+        return torch.ones_like(length_B, dtype=torch.float64)
+    return (pg_clip_reference_length / length_B.clamp(min=1).double()).sqrt()
 
 
 def ratio_stats(logp_BT: Tensor, old_logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Stats:
