@@ -93,12 +93,20 @@ class _Patience(Retry):
         return await super().call_with_retry(do, fail, may_pass, with_failure_count)
 
 
-class _Cancellable(AbstractConnection):
-    """Raises the cancellation that sending has forgotten.
+class _BrokenOff:
+    """Counts the connections of a client that were closed, each perhaps before the reply of a command."""
+
+    num = 0
+
+
+class _Connection(AbstractConnection):
+    """Raises the cancellation that sending has forgotten, and counts the connections that were closed.
 
     The client sends with `asyncio.wait_for`. In Python 3.11 that forgets a cancellation that arrives just after the
     bytes are sent (python/cpython#86296), and the cancelled task never ends.
     """
+
+    broken_off: _BrokenOff
 
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
         """As AbstractConnection.send_packed_command."""
@@ -108,6 +116,11 @@ class _Cancellable(AbstractConnection):
             # The unread reply must not be taken for the next command's.
             await self.disconnect(nowait=True)
             raise asyncio.CancelledError
+
+    async def disconnect(self, *args: Any, **options: Any) -> None:
+        """As AbstractConnection.disconnect, which follows each timeout, error and cancellation."""
+        self.broken_off.num += 1
+        await super().disconnect(*args, **options)
 
 
 def _num_cancellations() -> int:
@@ -137,6 +150,12 @@ def connect_redis(url: str, config: Config | None = None) -> Redis:
     )
     # The same kind of connection (plain, TLS, Unix socket), with callers that can be cancelled.
     kind = pool.connection_class
-    pool.connection_class = type(f"Cancellable{kind.__name__}", (_Cancellable, kind), {})
+    pool.connection_class = type(f"Patient{kind.__name__}", (_Connection, kind), {"broken_off": _BrokenOff()})
     client: Redis = PatientRedis.from_pool(pool)
     return client
+
+
+def num_broken_off(redis: Redis) -> int:
+    """Connections of a client of `connect_redis` that were closed; while it stays equal, no reply was lost."""
+    kind: Any = redis.connection_pool.connection_class
+    return int(kind.broken_off.num) if issubclass(kind, _Connection) else 0

@@ -3,11 +3,14 @@
 A consumer takes an entry, renews its lease while it works, and finishes it in one transaction with the outputs. Every
 such write is a script that first checks the entry's owner and number of deliveries, so a consumer whose lease has ended
 cannot write. `acknowledge` alone checks nothing: it is for streams with one reader, the learner under its lock and a
-fixed name, and the coordinator. `consumer.py` is the loop over it; `entries.py` knows the meaning of the bytes.
+fixed name, and the coordinator. Redis counts a reply as delivered that a broken connection has lost. So `take`
+compares the entries that Redis counts as this consumer's with those that it received, and returns the others first.
+`consumer.py` is the loop over it; `entries.py` knows the meaning of the bytes.
 """
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import ResponseError
 
+from gspo.common.service.redis_client import num_broken_off
 from gspo.common.streams.entries import MalformedEntryError, entry_kinds, make_letter, read_entry
 from gspo.common.streams.keys import Keys, consumer_groups
 from gspo.common.streams.token_counts import COUNTING, NO_TOKENS, NOT_COUNTED, EndedTokens, RolloutTokens
@@ -26,6 +30,7 @@ from gspo.common.telemetry import metrics
 FIELD = b"d"
 # The value of an output's key in the hash `partial`, once the output is written.
 DONE = b"done"
+_PENDING_AT_ONCE = 1000
 log = structlog.get_logger()
 
 # The beginning of every script below. KEYS[1] is the stream, ARGV[1] the consumer group, ARGV[2] the consumer.
@@ -194,6 +199,10 @@ class Inbox:
         self.stream, self.consumer, self.lease_s = stream, consumer, lease_s
         self._redis, self._keys = redis, keys
         self._stream_exists = False
+        # The deliveries that this consumer has received, each with its number; those that have ended go at the next
+        # look for lost ones.
+        self._received: set[tuple[bytes, int]] = set()
+        self._num_broken_off, self._next_look_s = num_broken_off(redis), time.monotonic() + lease_s
         self._consumer_group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
         self._is_evaluation = stream == keys.eval_prompts
         self._finish_script = redis.register_script(_OWNS + COUNTING + _FINISH)
@@ -207,8 +216,12 @@ class Inbox:
     async def take(self, count: int, block_s: float) -> list[Delivery]:
         """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then.
 
+        Those of a lost reply come first: it looks for them after a connection was closed, and once in a lease.
+
         Here and below, an unreadable entry becomes a dead letter and is not returned.
         """
+        if lost := await self._take_lost(count):
+            return lost
         block_ms = max(1, round(block_s * 1000)) if block_s else None
         reply = await self._read(">", count, block_ms)
         return await self._readable([(entry, fields, 1) for entry, fields in reply])
@@ -358,7 +371,8 @@ class Inbox:
 
     async def _readable(self, entries: Iterable[tuple[bytes, dict[bytes, bytes], int]]) -> list[Delivery]:
         """The entries with their messages; an unreadable one becomes a dead letter."""
-        deliveries = []
+        entries, deliveries = list(entries), []
+        self._received.update((entry, num_deliveries) for entry, _, num_deliveries in entries)
         for entry, fields, num_deliveries in entries:
             payload = fields.get(FIELD, b"")
             try:
@@ -379,6 +393,47 @@ class Inbox:
             if fields and pending:
                 ours.append((entry, fields, int(pending[0]["times_delivered"])))
         return ours
+
+    async def _take_lost(self, count: int) -> list[Delivery]:
+        """Up to `count` entries that Redis has delivered to this consumer in replies that it never received.
+
+        They come with the number of that delivery, which has not begun.
+        """
+        num = num_broken_off(self._redis)
+        if num == self._num_broken_off and time.monotonic() < self._next_look_s:
+            return []
+        pending = await self._pending()
+        self._received.intersection_update(pending)
+        lost = [delivery for delivery in pending if delivery not in self._received]
+        if len(lost) <= count:
+            self._num_broken_off, self._next_look_s = num, time.monotonic() + self.lease_s
+        self._received.update(lost[:count])  # also where its entry is deleted: it is not looked for again
+        entries = []
+        for entry, num_deliveries in lost[:count]:
+            still_there: Any = await self._redis.xrange(self.stream, entry, entry)
+            entries += [(entry, fields, num_deliveries) for _, fields in still_there]
+        deliveries = await self._readable(entries)
+        kept = await self.renew(deliveries)
+        if kept:
+            log.warning("lost_reply", stream=self.stream.rpartition(":")[2], num=len(kept), detail="taken again")
+        return [delivery for delivery in deliveries if delivery.entry in kept]
+
+    async def _pending(self) -> list[tuple[bytes, int]]:
+        """Every delivery that Redis counts as this consumer's: the entry and its number of deliveries."""
+        pending: list[tuple[bytes, int]] = []
+        start = b"-"
+        while True:
+            try:
+                page: Any = await self._redis.xpending_range(
+                    self.stream, self._consumer_group, start, "+", _PENDING_AT_ONCE, self.consumer
+                )
+            except ResponseError as error:
+                self._ignore_missing_stream(error)
+                return []
+            pending += [(item["message_id"], item["times_delivered"]) for item in page]
+            if len(page) < _PENDING_AT_ONCE:
+                return pending
+            start = b"(" + pending[-1][0]
 
     async def _read(self, position: str, count: int, block_ms: int | None) -> list[tuple[bytes, dict[bytes, bytes]]]:
         try:
