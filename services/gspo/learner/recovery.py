@@ -9,7 +9,7 @@ services/gspo/learner/replay makes steps of a run again in another folder, with 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -211,7 +211,8 @@ def hyperparameters_of(
     used = configured_hyperparameters(config, step)
     if recorded is None or not recorded.hyperparameters:
         return used
-    return Hyperparameters(**{**recorded.hyperparameters, **{name: getattr(used, name) for name in configured}})
+    by_configuration = {name: getattr(used, name) for name in configured}
+    return replace(used, **{**recorded.hyperparameters, **by_configuration})
 
 
 def replay_step(

@@ -169,6 +169,7 @@ def test_hyperparameters_that_are_changed_follow_the_configuration_and_others_th
     assert changed.configured == ["learning_rate", "weight_decay"]
     assert changed.config.learner.weight_decay == 0.01
     assert planned(path, "9..12", "algorithm.pg_clip_high=1e-3").changed.configured == []
+    assert planned(path, "9..12", "learner.micro_batch_tokens=4096").changed.configured == ["micro_batch_tokens"]
 
 
 def test_what_rounds_otherwise_is_compared_within_a_tolerance_and_says_why(tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config
 
 def test_a_recorded_version_is_made_with_what_is_recorded_and_another_as_configured(config: Config, scored) -> None:
     changed = {"learning_rate": 0.5, "weight_decay": 0.25, "max_grad_norm": 2.0}
+    changed |= {"micro_batch_tokens": 300, "gradient_checkpointing": True}
     resumed = config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=1, checkpoints=())
@@ -232,12 +233,17 @@ def test_whatever_a_resume_may_change_of_training_is_recorded_with_a_version() -
         "run.total_steps",
         "learner.weight_decay",
         "learner.max_grad_norm",
+        "learner.micro_batch_tokens",
+        "learner.gradient_checkpointing",
     }
-    # The rollouts of a step are in its file. Another number of ranks adds up in another order (docs/learner.md).
+    # The rollouts of a step are in its file. Other ranks, shares and lines add up in another order (docs/learner.md).
     no_part_of_the_update = {name for name in on_resume if name.startswith(("run.", "staleness."))} - recorded
     no_part_of_the_update |= {
         "learner.ranks",
         "learner.sequence_ranks",
+        "learner.zero_stage",
+        "learner.offload",
+        "learner.packing",
         "learner.rank_timeout_s",
         "learner.mismatch_every",
         "learner.token_records",
@@ -251,6 +257,7 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
     before = {"schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.05}
     first = make_config(folder, algorithm={"pg_clip": 0.05}, learner=before)
     after = {"learning_rate": 1e-2, "schedule": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0}
+    after |= {"micro_batch_tokens": 128, "gradient_checkpointing": True}
     resumed = make_config(folder, algorithm={"pg_clip": 0.05}, learner=after, run={"total_steps": 50})
     with RunDir(tmp_path / "run") as run:
         trainer = Trainer(first, folder)

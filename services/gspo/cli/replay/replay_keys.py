@@ -74,7 +74,7 @@ _PLACES = ("model", "teacher.path", "teacher.trust_remote_code", "teacher.allow_
 # Adapters of another shape have no part in a checkpoint.
 SHAPES = ("learner.lora.rank", "learner.lora.target_modules")
 _SCHEDULE = "run.total_steps"
-# Key -> the hyperparameter of each step that follows it; the others of a step are those on record.
+# Key -> what follows it in each step; the others of a step are those on record.
 _HYPERPARAMETERS = {
     "learner.learning_rate": "learning_rate",
     "learner.schedule": "learning_rate",
@@ -82,6 +82,8 @@ _HYPERPARAMETERS = {
     _SCHEDULE: "learning_rate",
     "learner.weight_decay": "weight_decay",
     "learner.max_grad_norm": "max_grad_norm",
+    "learner.micro_batch_tokens": "micro_batch_tokens",
+    "learner.gradient_checkpointing": "gradient_checkpointing",
 }
 # Key -> the key that turns it on.
 _BELONGS_TO = {

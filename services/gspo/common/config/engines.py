@@ -130,25 +130,27 @@ class LearnerConfig(Section):
         None,
         description="Tokens of a micro-batch. null: 2048, or the longest rollout if that is more. A start fills it in, "
         "on GPUs as far as their memory goes, up to a whole mini-batch",
-        json_schema_extra={ON_GPUS: "what fits"},
+        json_schema_extra={**ON_RESUME, ON_GPUS: "what fits"},
     )
-    packing: bool = Field(True, description="Train rollouts without padding, if the model supports it")
+    packing: bool = Field(
+        True, description="Train rollouts without padding, if the model supports it", json_schema_extra=ON_RESUME
+    )
     gradient_checkpointing: bool = Field(
         False,
         description="Recompute activations in the backward pass: less memory, more time",
-        json_schema_extra={ON_GPUS: True},
+        json_schema_extra={**ON_RESUME, ON_GPUS: True},
     )
     zero_stage: int = Field(
         0,
         ge=0,
         le=3,
         description="DeepSpeed ZeRO divides over ranks: 1 optimizer states, 2 also gradients, 3 also weights",
-        json_schema_extra={ON_GPUS: "the fastest that fits"},
+        json_schema_extra={**ON_RESUME, ON_GPUS: "the fastest that fits"},
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description="Keep in host memory: optimizer states (zero_stage 1 to 3), or all with weights (zero_stage 3)",
-        json_schema_extra={ON_GPUS: "the fastest that fits"},
+        json_schema_extra={**ON_RESUME, ON_GPUS: "the fastest that fits"},
     )
     ranks: int = Field(
         1,

@@ -94,6 +94,19 @@ class PolicyModel(nn.Module):
         logp_N, entropy_N = self.ranks.whole(figures_P2, length).index_select(0, state_N).unbind(1)
         return logp_N, entropy_N
 
+    def checkpoint_activations(self, is_on: bool) -> None:
+        """Have the backward pass compute the layers' activations again, from now on, or keep them; the same bits.
+
+        Raises:
+            ValueError: The model's code cannot.
+        """
+        if is_on == self.causal_lm.is_gradient_checkpointing:
+            return
+        if is_on:
+            self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.causal_lm.gradient_checkpointing_disable()
+
     def _logprobs(self, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor | None) -> tuple[Tensor, Tensor]:
         temperature = self._temperature
         if temperature_N is not None:  # logits are linear in the states
@@ -185,10 +198,10 @@ def load_policy_model(folder: Path, config: Config, spreading: Spreading | None 
         from gspo.learner.model.adapters import Adapters  # here: peft takes a second to import, and few runs need it
 
         adapters = Adapters(causal_lm, config.learner.lora, seed=config.seed)
-    if config.learner.gradient_checkpointing:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    model = PolicyModel(causal_lm, config, adapters)
+    model.checkpoint_activations(config.learner.gradient_checkpointing)
     # A model loads in evaluation mode, in which gradient checkpointing and dropout do nothing.
-    return PolicyModel(causal_lm, config, adapters).train()
+    return model.train()
 
 
 def load_reference_model(

@@ -50,7 +50,7 @@ class PolicyVersion(VersionRecord):
     """
 
     dtype: str
-    hyperparameters: dict[str, float] | None
+    hyperparameters: dict[str, bool | int | float] | None
 
 
 class RunDir:
@@ -176,7 +176,7 @@ class RunDir:
         self.results.add((settled.group, settled.rewards_differ) for settled in groups)
 
     def append_version(
-        self, version: int, digest: str, dtype: str, hyperparameters: dict[str, float] | None = None
+        self, version: int, digest: str, dtype: str, hyperparameters: dict[str, bool | int | float] | None = None
     ) -> None:
         """Record a policy version, which the step of its number made; on the disk when this returns.
 

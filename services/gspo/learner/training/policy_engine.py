@@ -305,6 +305,7 @@ class PolicyEngine:
             group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
         if self._config.learner.zero_stage:
             self._engine.optimizer.clip_grad = hyperparameters.max_grad_norm
+        self._model.checkpoint_activations(hyperparameters.gradient_checkpointing)
 
     def _apply(self, max_grad_norm: float) -> float:
         """Clip and update; returns the gradient norm before the clip. A norm that is not finite updates nothing."""

@@ -80,6 +80,7 @@ class Trainer(PolicyEngine):
         self._share, self._num_shares = self._rank // sharing, self._num_ranks // sharing
         self._counts = self._rank % sharing == 0
         self._algorithm, self._not_finite_in_a_row = config.algorithm, 0
+        self._micro_batch_tokens = config.micro_batch_tokens
         self._replay = RoutingReplay(self._routers, self._sequence_ranks, self._device)
         # After the base, which waits for rank zero: rank zero copies the file into the run directory before.
         loss = config.algorithm.loss
@@ -111,6 +112,8 @@ class Trainer(PolicyEngine):
         batch = StepBatch.from_rows(rows, by_branch=by_branch, own_temperatures=self._config.several_temperatures)
         self._set_hyperparameters(hyperparameters)
         metrics = row_metrics(rows) | batch_metrics(batch, step - 1) | {"learning_rate": hyperparameters.learning_rate}
+        # Steps differ in their longest rollout, and a limit may be of another step.
+        self._micro_batch_tokens = max([hyperparameters.micro_batch_tokens, *map(len, batch.sequences)])
         if not len(batch):
             return TrainResult(metrics | {"mini_batches_not_applied": 0.0})
         self._replay.begin(batch)
@@ -209,7 +212,7 @@ class Trainer(PolicyEngine):
         cut = rank_micro_batches(
             batch,
             rows,
-            self._config.micro_batch_tokens,
+            self._micro_batch_tokens,
             rank=self._share,
             num_ranks=self._num_shares,
             packing=self._packing if packing is None else packing,

@@ -56,7 +56,7 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The hyperparameters of one step that a resume may change; all others are fixed for a run.
+    """The hyperparameters of one step that a resume may change, and how its mini-batches are cut.
 
     They are logged with the step, so that a replay makes the same update under another configuration.
 
@@ -64,11 +64,15 @@ class Hyperparameters:
         learning_rate: Of this step, after warm-up and schedule.
         weight_decay: AdamW's decoupled one.
         max_grad_norm: Gradients are scaled down to this norm.
+        micro_batch_tokens: Most tokens of a micro-batch, or those of the step's longest rollout if that has more.
+        gradient_checkpointing: Whether the backward pass computes activations again.
     """
 
     learning_rate: float
     weight_decay: float
     max_grad_norm: float
+    micro_batch_tokens: int
+    gradient_checkpointing: bool
 
 
 class TrainerApi(Protocol):
@@ -123,7 +127,9 @@ def configured_hyperparameters(config: Config, step: int) -> Hyperparameters:
     """The hyperparameters of `step` (from 1) in the configuration."""
     learner = config.learner
     rate = learning_rate(learner, step, config.run.total_steps)
-    return Hyperparameters(rate, learner.weight_decay, learner.max_grad_norm)
+    return Hyperparameters(
+        rate, learner.weight_decay, learner.max_grad_norm, config.micro_batch_tokens, learner.gradient_checkpointing
+    )
 
 
 def learning_rate(learner: LearnerConfig, step: int, total_steps: int | None) -> float:

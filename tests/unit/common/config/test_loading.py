@@ -317,6 +317,10 @@ def test_a_resume_may_change_the_keys_that_allow_it(minimal: dict[str, Any]) -> 
         ("staleness", {"max_lag": 3}),
         ("generation", {"replicas": 2}),
         ("services", {"log_level": "debug"}),
+        ("learner", {"micro_batch_tokens": 100_000}),
+        ("learner", {"gradient_checkpointing": True}),
+        ("learner", {"zero_stage": 3, "offload": "all"}),
+        ("learner", {"packing": False}),
     ],
 )
 def test_keys_that_may_change(minimal: dict[str, Any], section: str, keys: dict[str, Any]) -> None:
