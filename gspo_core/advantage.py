@@ -13,6 +13,8 @@ from gspo_core.shapes import at_least_float32, check_matrix, check_rows, check_v
 
 NORM_EPS = 1e-6
 WHITEN_EPS = 1e-8
+# float32 holds sums of a hundred million such rewards, and float64 sums of their squares.
+LARGEST_REWARD = 1e30
 REWARD_NORMS = ("group", "batch", "running", "leave_one_out", None)
 
 
@@ -66,12 +68,16 @@ def normalize_rewards(
     spread (maximum equals minimum), gives 0. `reward_clip` clamps the result to +-reward_clip.
     Returns [B] in float32 (float64 if the rewards are).
     ValueError: shapes, an unknown norm, shift with scale, either without a norm or with leave_one_out, running
-    without moments, a reward that is not finite (a failed score is to be left out, it is never a number).
+    without moments, a reward that is not finite (a failed score is to be left out, it is never a number) or beyond
+    +-LARGEST_REWARD.
     """
     check_vector(rewards_B=rewards_B, group_B=group_B)
     _check_reward_options(reward_norm, reward_shift, reward_scale, reward_clip, moments)
     if not bool(torch.isfinite(rewards_B).all()):
         raise ValueError("rewards_B holds values that are not finite; leave failed rollouts out of the batch")
+    if bool((rewards_B.abs() > LARGEST_REWARD).any()):
+        largest = float(rewards_B.abs().max())
+        raise ValueError(f"rewards_B holds {largest:g}; at most {LARGEST_REWARD:g} has finite sums")
     r_B = rewards_B.to(torch.float64)  # few numbers; seven float32 rewards of 0.1 must have mean 0.1
     if reward_norm is not None:
         mean_B, std_B, spread_B = _mean_std_spread(r_B, group_B, reward_norm, moments)

@@ -34,6 +34,7 @@ from gspo.agents.player.task import Task
 from gspo.agents.relay import Dial, Relay, dial_host
 from gspo.agents.worker import AgentFailedError, RolloutLostError
 from gspo.common.config.gateway import AgentConfig
+from gspo.common.score_numbers import NUMBER_RULE, bounded_number
 from gspo.common.service.module_command import SUPERVISOR_VARIABLE
 from gspo.reward.sandbox.bubblewrap import (
     ENVIRONMENT,
@@ -156,8 +157,9 @@ class AgentSandbox:
             raise RolloutLostError(f"the process that played it was killed by {name}")
         if "failure" in answer:
             raise AgentFailedError(str(answer["kind"]), str(answer["failure"]))
-        reward = answer["reward"]
-        return None if reward is None else float(reward)
+        if (reward := answer["reward"]) is None or bounded_number(reward) is not None:
+            return reward if reward is None else float(reward)
+        raise AgentFailedError("invalid_return", f"its reward is {reward!r:.100}, and a reward is {NUMBER_RULE}")
 
     def end_for_memory(self) -> None:
         """Kill it since its processes have more memory than they may: its rollout fails."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 # Each member of a list or object is read in the event loop. The bound is on bytes that are counted before anything is
@@ -35,17 +34,6 @@ def plain_json(text: str) -> Any:
     if has_many_members(text.encode(errors="replace")):
         raise ValueError(f"it has {TOO_MANY_MEMBERS}")
     return json.loads(json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False).encode(errors="replace"))
-
-
-def finite_number(value: Any) -> float | None:
-    """A finite number as a float; None for anything else, also for an integer beyond every float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def is_observation(value: Any) -> bool:

@@ -292,6 +292,7 @@ async def test_a_killed_process_loses_its_rollout_and_no_other(tmp_path: Path) -
     [
         ("1 / 0", "exception", "ZeroDivisionError"),
         ("float('nan')", "invalid_return", "nan"),
+        ("1e308", "invalid_return", "a reward is a number from -1e\\+30 to 1e\\+30"),
         ("'good'", "invalid_return", "'good'"),
         ("None", "invalid_return", "agent.weight"),
         ("os._exit(3)", "crash", "exit code 3"),

@@ -1,4 +1,4 @@
-"""A client of a Redis that restarts, and of one whose memory is full."""
+"""A client of a Redis that restarts, and of one that refuses writes."""
 
 from __future__ import annotations
 
@@ -44,12 +44,23 @@ async def test_a_client_waits_for_a_redis_that_is_started_again(tmp_path: Path) 
 
 
 @pytest.mark.asyncio(loop_scope="function")
-async def test_a_redis_out_of_memory_is_waited_for_and_each_write_is_made_once(redis: Redis, keys: Keys) -> None:
+@pytest.mark.parametrize(
+    ("refuse", "accept"),
+    [
+        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
+        ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
+        # A replica whose primary does not answer: READONLY.
+        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+    ],
+)
+async def test_a_redis_that_refuses_writes_is_waited_for_and_each_write_is_made_once(
+    redis: Redis, keys: Keys, refuse: str, accept: str
+) -> None:
     worker = Inbox(redis, keys, keys.prompts, consumer="a", lease_s=30.0)
     task = GroupTask(schema=1, num_rollouts=1, prompt=Prompt(token_ids=[1])).SerializeToString()
     await append(redis, keys.prompts, [task])
     (delivery,) = await worker.take(1, block_s=1)
-    await redis.config_set("maxmemory", "1")
+    await redis.execute_command(*refuse.split())
     try:
         # A command, a transaction, and a script.
         waiting = [
@@ -61,7 +72,7 @@ async def test_a_redis_out_of_memory_is_waited_for_and_each_write_is_made_once(r
         assert not [write for write in waiting if write.done()]
         assert await redis.xlen(keys.rollouts) == 0
     finally:
-        await redis.config_set("maxmemory", "0")
+        await redis.execute_command(*accept.split())
     assert (await asyncio.gather(*waiting))[2] is True
     written = sorted(fields[b"d"] for _, fields in await redis.xrange(keys.rollouts))
     assert written == [b"command", b"first", b"script", b"second"]

@@ -48,7 +48,7 @@ def check_game(folder: Path, source: str, **keys: Any) -> None:
         ),
         (
             "def reset(task): return {}, ''\ndef step(state, action): return state, 'no', '1', False",
-            "step of .*game.py: step returned a .* not a finite number.*Correct it$",
+            "step of .*game.py: step returned a .* not a number from -1e.*Correct it$",
         ),
         ("def reset(task): return {}, ''\ndef step(state, action): return stat, 'no', 1, False", "NameError"),
         ("def reset(task): return {}, ''\n", "is not an environment: the module has no step"),

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo.common.score_numbers import LARGEST_NUMBER
 from gspo_core.advantage import (
+    LARGEST_REWARD,
     RunningMoments,
     groups_with_spread,
     normalize_rewards,
@@ -120,6 +122,20 @@ def test_normalize_refusals():
     for bad in (math.nan, math.inf):
         with pytest.raises(ValueError, match="not finite"):
             normalize_rewards(torch.tensor([1.0, bad]), torch.tensor([0, 0]), reward_norm="group")
+    with pytest.raises(ValueError, match=r"holds 1e\+308; at most 1e\+30 has finite sums"):
+        normalize_rewards(torch.tensor([1e308, 1e308], dtype=torch.float64), torch.tensor([0, 0]), reward_norm="group")
+
+
+@pytest.mark.parametrize("reward_norm", ["group", "batch", "running", "leave_one_out", None])
+def test_the_largest_rewards_have_finite_advantages(reward_norm: str | None):
+    rewards_B, group_B = torch.tensor([LARGEST_REWARD, -LARGEST_REWARD, 0.0]), torch.tensor([0, 0, 0])
+    advantages_B = normalize_rewards(rewards_B, group_B, reward_norm=reward_norm, moments=RunningMoments())
+    assert advantages_B.isfinite().all()
+    assert advantages_B[0] > 0 > advantages_B[1]
+
+
+def test_services_and_mathematics_have_one_bound():
+    assert LARGEST_REWARD == LARGEST_NUMBER
 
 
 def test_the_overlong_penalty_is_linear_in_the_buffer():

@@ -20,7 +20,8 @@ from typing import Any, Literal, NoReturn, Protocol, TypeAlias
 import httpx
 
 from gspo.common.network.api_keys import key_header
-from gspo.common.plain_json import finite_number, is_observation, plain_json, whole_text
+from gspo.common.plain_json import is_observation, plain_json, whole_text
+from gspo.common.score_numbers import NUMBER_RULE, bounded_number
 
 # An observation of as many bytes is far longer than any conversation.
 MAX_REPLY_BYTES = 2**20
@@ -224,11 +225,11 @@ def read_reply(reply: Any, where: str) -> ServerTurn:
         raise ServerTroubleError("invalid_return", f"{where} answered with something else than an object")
     observation, reward, done = reply.get("observation"), reply.get("reward"), reply.get("done")
     observation = "" if observation is None else observation
-    number = finite_number(0 if reward is None else reward)
+    number = bounded_number(0 if reward is None else reward)
     if not is_observation(observation):
         rule = "an observation that is neither text nor a list of messages with role and content"
     elif number is None:
-        rule = f"a reward that is not a finite number: {_shown(reward)}"
+        rule = f"a reward that is not {NUMBER_RULE}: {_shown(reward)}"
     elif not isinstance(done, bool):
         rule = f"a done that is neither true nor false: {_shown(done)}"
     else:

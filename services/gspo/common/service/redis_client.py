@@ -1,24 +1,25 @@
 """The Redis client of every service: patient while Redis restarts or refuses writes, and always cancellable.
 
 It tries again for REDIS_PATIENCE_S while Redis does not answer. While Redis answers and refuses writes (its disk or
-memory is full) it waits without an end and reports that: nothing is lost, and only the user can free space.
+memory is full, its replicas are gone) it waits without an end and reports that. Nothing is lost meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import structlog
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gspo.common.config.schema import Config
@@ -29,9 +30,16 @@ T = TypeVar("T")
 REDIS_PATIENCE_S = 60
 # Hundreds of rollouts may end at once, each with a write: they wait for a connection instead of failing.
 MAX_CONNECTIONS = 50
-# MISCONF: the append-only file or the snapshot cannot be written. OOM: maxmemory is reached, and nothing is evicted.
-# A script that meets either has it in its own error, before it has written anything.
-_REFUSALS = ("MISCONF", "OOM command not allowed")
+# Why Redis refuses writes, by the word that begins its error, and what ends it. A script that meets one has the word in
+# its own error, before it has written anything. The client takes it out of some errors, and gives them a class.
+_REFUSALS = {
+    "MISCONF": "free disk space for its append-only file",
+    "OOM": "memory: it has reached maxmemory, and evicts nothing",
+    "NOREPLICAS": "replicas: fewer are connected than its min-replicas-to-write",
+    "READONLY": "its return as the primary, or the address of the new one: it is a replica",
+    "MASTERDOWN": "its primary: it is a replica without one",
+}
+_CLASSES = {OutOfMemoryError: "OOM", ReadOnlyError: "READONLY", MasterDownError: "MASTERDOWN"}
 _AGAIN_S, _LOG_EVERY_S = 0.5, 10.0
 log = structlog.get_logger()
 
@@ -42,7 +50,7 @@ class PatientRedis(Redis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """As Redis.execute_command."""
         command: Any = super().execute_command
-        return await _until_accepted(lambda: command(*args, **options))
+        return await _until_accepted(self.connection_pool, lambda: command(*args, **options))
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
         """As Redis.pipeline."""
@@ -60,26 +68,33 @@ class _PatientPipeline(Pipeline):
             self.command_stack, self.scripts = list(stack), set(scripts)
             return await execute(raise_on_error)
 
-        return await _until_accepted(again)
+        return await _until_accepted(self.connection_pool, again)
 
 
-async def _until_accepted(send: Callable[[], Awaitable[T]]) -> T:
+async def _until_accepted(pool: ConnectionPool, send: Callable[[], Awaitable[T]]) -> T:
     logged_at: float | None = None
     while True:
         try:
             reply = await send()
         except ResponseError as error:
-            # The client knows one of the two by a class, and takes the word out of its message.
-            if not isinstance(error, OutOfMemoryError) and not any(refusal in str(error) for refusal in _REFUSALS):
+            if (refusal := _refusal(error)) is None:
                 raise
             if logged_at is None or time.monotonic() - logged_at > _LOG_EVERY_S:
                 logged_at = time.monotonic()
-                log.error("redis_refuses_writes", reason=str(error), waits_for="free disk space or memory")
+                log.error("redis_refuses_writes", reason=str(error), waits_for=_REFUSALS[refusal])
+            # After a failover its name may lead to the new primary: the next try asks for its address anew.
+            await pool.disconnect(inuse_connections=False)
             await asyncio.sleep(_AGAIN_S)
             continue
         if logged_at is not None:
             log.warning("redis_writes_again")
         return reply
+
+
+def _refusal(error: ResponseError) -> str | None:
+    """The word of _REFUSALS; None for another error."""
+    words = re.findall(r"\b[A-Z]{3,}\b", str(error))
+    return _CLASSES.get(type(error)) or next((word for word in words if word in _REFUSALS), None)
 
 
 class _Patience(Retry):
@@ -131,7 +146,7 @@ def _num_cancellations() -> int:
 def connect_redis(url: str, config: Config | None = None) -> Redis:
     """A client with binary replies that tries again while Redis restarts, REDIS_PATIENCE_S long.
 
-    While Redis answers and refuses writes, since its disk or memory is full, it waits without an end.
+    While Redis answers and refuses writes (_REFUSALS), it waits without an end.
 
     Args:
         config: Names its password and certificates; None if it needs none.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
 from gspo.common.config.evaluation import MOST_PARTS, EvaluationConfig
+from gspo.common.score_numbers import reward_or_failure
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Scored, ScoredRollout
 
 NEWEST_VERSION = "newest_version"
@@ -83,10 +84,10 @@ class EvaluationResults:
         rollout, score = scored.rollout.rollout, scored.rollout.score
         if rollout.evaluation != self.label or rollout.number >= self.group_size(rollout.group):
             return
-        if score.HasField("failure"):
-            self.failure = score.failure
+        reward, failure = reward_or_failure(score)
+        self.failure = failure or self.failure
         self._newest_version = max(self._newest_version, *rollout.version, self.version)
-        self._answers.setdefault((rollout.group, rollout.number), _answer(scored.rollout))
+        self._answers.setdefault((rollout.group, rollout.number), _answer(scored.rollout, reward))
 
     def incomplete_groups(self, groups: Iterable[int]) -> list[int]:
         """Those of `groups` with an answer still missing."""
@@ -123,11 +124,11 @@ class EvaluationResults:
         return [answer for answer in answers if answer is not None]
 
 
-def _answer(scored: ScoredRollout) -> HeldOutAnswer:
+def _answer(scored: ScoredRollout, reward: float | None) -> HeldOutAnswer:
     rollout, score = scored.rollout, scored.score
     parts = {part.name: part.value for part in score.parts} if len(score.parts) > 1 else {}
     return HeldOutAnswer(
-        reward=score.reward if score.HasField("reward") else None,
+        reward=reward,
         num_tokens=sum(rollout.mask),
         truncated=rollout.outcome == OUTCOME_TRUNCATED,
         parts=parts,

@@ -10,13 +10,14 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field
 
 from gspo.common.network.caller_key import WRONG_KEY, caller_key, is_token, refuse_key
 from gspo.common.network.http_server import ASGIApp, Receive, Scope, Send, reply
+from gspo.common.score_numbers import LARGEST_NUMBER
 from gspo.common.service.app import Service
 from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
 from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
@@ -60,7 +61,7 @@ class FinishRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    reward: FiniteFloat | None = None
+    reward: Annotated[float, Field(strict=True, ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)] | None = None
     failure: str = Field("", max_length=_MOST_TEXT)
     failure_kind: Literal["agent_failed", "crash", "exception", "invalid_return", "memory", "timeout"] = "agent_failed"
 

@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from gspo.common.score_numbers import reward_or_failure
 from gspo.common.streams.entries import word_of
 from gspo_proto.rollout_pb2 import Outcome, Rollout, Score, ScoredRollout
 
 SCHEMA_NUMBER = b"1"
 NO_MINI_BATCH = -1
 # Advantages are float32, and made in float64, which holds the square of this.
-_LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 Int = Annotated[int, pa.int64()]
 Small = Annotated[int, pa.int32()]
@@ -140,7 +140,9 @@ def row_from_scored(scored: ScoredRollout) -> Row:
     """
     rollout, score = scored.rollout, scored.score
     arrays = _token_arrays(rollout)
-    reward, failure = _reward_or_failure(score)
+    if score.WhichOneof("result") is None:
+        raise ValueError("a score holds neither a reward nor a failure")
+    reward, failure = reward_or_failure(score)
     return Row(
         step=0,
         group=rollout.group,
@@ -201,19 +203,6 @@ def _token_arrays(rollout: Rollout) -> dict[str, Any]:
     if (arrays["version"][arrays["mask"]] < 0).any():
         raise ValueError(f"{where}: a policy token has no version")
     return arrays
-
-
-def _reward_or_failure(score: Score) -> tuple[float | None, str | None]:
-    result = score.WhichOneof("result")
-    if result is None:
-        raise ValueError("a score holds neither a reward nor a failure")
-    if result == "failure":
-        return None, score.failure
-    if not math.isfinite(score.reward):
-        return None, f"the reward is {score.reward}, not a finite number"
-    if abs(score.reward) > _LARGEST_REWARD:
-        return None, f"the reward is {score.reward:g}, beyond what float32 holds ({_LARGEST_REWARD:g})"
-    return score.reward, None
 
 
 def _parts_json(score: Score) -> str:

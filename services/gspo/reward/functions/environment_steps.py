@@ -9,7 +9,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.common.plain_json import finite_number, is_observation
+from gspo.common.plain_json import is_observation
+from gspo.common.score_numbers import NUMBER_RULE, bounded_number
 from gspo.reward.functions.arguments import NotAskableError
 from gspo.reward.functions.library import Function, counted
 from gspo.reward.registry.usage import UsageCounter
@@ -68,9 +69,9 @@ class EnvironmentSteps:
             answer = await function.callee.call(question, session=self._session)
             form = "step returned {}, not (state, observation, reward, done)"
             state, observation, reward, done = _fields(answer.values, 4, form)
-            number = finite_number(reward)
+            number = bounded_number(reward)
             if number is None:
-                raise _invalid(f"step returned a reward that is not a finite number: {_dump(reward)[:100]}")
+                raise _invalid(f"step returned a reward that is not {NUMBER_RULE}: {_dump(reward)[:100]}")
             if not isinstance(done, bool):
                 raise _invalid(f"step returned a done that is neither true nor false: {_dump(done)[:100]}")
             return Turn(_dump(state), _observation(observation), number, done, answer.output)

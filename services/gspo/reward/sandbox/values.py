@@ -5,7 +5,6 @@ A reply has strict types, and a value is a number only if the function gave one.
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from gspo.common.plain_json import plain_json, whole_text
+from gspo.common.score_numbers import number_fault
 from gspo.reward.sandbox.calls import FAILURE_KINDS, CallError, FailureKind, Question, Signature
 from gspo.reward.sandbox.inside.frames import FrameError, is_msgpack, read
 
@@ -192,8 +192,8 @@ def read_value(raw: Any, convention: str) -> Value | Failure:
     if not numbers:
         return _invalid("returned no parts")
     total = sum(numbers.values())
-    if not math.isfinite(total):
-        return _invalid("the sum of its parts is not finite", NOT_FINITE)
+    if fault := number_fault(total):
+        return _invalid(f"the sum of its parts is {fault}", NOT_FINITE)
     return Value(total, parts=numbers)
 
 
@@ -213,13 +213,11 @@ def _invalid(reason: str, error_type: str = "") -> Failure:
 
 
 def _number(raw: Any) -> float | Failure:
-    if isinstance(raw, float) and math.isfinite(raw):
-        return raw
+    if isinstance(raw, float):
+        fault = number_fault(raw)
+        return _invalid(f"returned {fault}", NOT_FINITE) if fault else raw
     if raw is None:
         return _invalid("returned None", NO_VALUE)
-    if isinstance(raw, float):
-        shown = "NaN" if math.isnan(raw) else "infinity" if raw > 0 else "minus infinity"
-        return _invalid(f"returned {shown}", NOT_FINITE)
     named = raw.get("type") if isinstance(raw, dict) else None
     shown = named[:MAX_NAME_CHARS] if isinstance(named, str) else type(raw).__name__
     return _invalid(f"returned {shown} where a number belongs", NOT_A_NUMBER)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from gspo.common.config.reward import RewardConfig
 from gspo.common.config.sources import Source
 from gspo.common.reward_uses import EPISODE_PARTS, reward_uses
+from gspo.common.score_numbers import number_fault
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.library import Function, Library, OnUse, UnknownFunctionError, counted
 from gspo.reward.registry.store import OfflineRegistry, Registry
@@ -148,8 +148,8 @@ class Scorer:
             score.parts.extend(parts)
             total += sum(part.weight * part.value for part in parts)
         score.version = ",".join(versions)
-        if not failures and not math.isfinite(total):
-            failures.append("the weighted sum is not finite")
+        if not failures and (fault := number_fault(total)):
+            failures.append(f"the weighted sum is {fault}")
             kinds.append("invalid_return")
         if failures:
             score.failure, score.failure_kind = "; ".join(failures), kinds[0]
@@ -162,8 +162,8 @@ def _episode_value(episode: Episode) -> Value | Failure:
     """The reward of an environment's steps or of an agent, which the rollout has already; or their failure."""
     if episode.failure_kind:
         return Failure(episode.failure, episode.failure_kind)
-    if not math.isfinite(episode.reward):
-        return Failure("the sum of the steps' rewards is not finite", "invalid_return")
+    if fault := number_fault(episode.reward):
+        return Failure(f"the sum of the steps' rewards is {fault}", "invalid_return")
     return Value(episode.reward)
 
 

@@ -112,6 +112,16 @@ def test_missing_and_failed_answers_are_counted_and_are_no_numbers() -> None:
     assert not {"greedy_mean", "pass_at_2", "pass_at_3", "best_at_3"} & figures.keys()
 
 
+def test_a_reward_beyond_the_bound_is_a_failed_score() -> None:
+    tally = tally_of(1, 2)
+    tally.add(answer(0, 0, reward(1e308)))
+    tally.add(answer(0, 1, reward(1e308)))
+    figures = tally.figures()
+    assert figures["num_failed"] == 2.0
+    assert "sampled_mean" not in figures
+    assert tally.failure == "the reward is 1e+308, and rewards are from -1e+30 to 1e+30"
+
+
 def test_nothing_scored_gives_no_mean() -> None:
     tally = tally_of(1, 1, greedy=True)
     assert tally.figures() == {"num_prompts": 1.0, "num_answers": 1.0, "num_failed": 2.0}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import traceback
@@ -66,8 +67,15 @@ def plain_value(value: Any) -> Any:
         with contextlib.suppress(ValueError, RuntimeError):  # more than one element
             value = value.item()
     if value is None or isinstance(value, int | float):
-        return None if value is None else float(value)
+        return None if value is None else _as_float(value)
     return {"type": type_name(value)}
+
+
+def _as_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an integer beyond every float
+        return math.inf if number > 0 else -math.inf
 
 
 def type_name(value: Any) -> str:
