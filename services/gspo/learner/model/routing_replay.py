@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 
 from gspo.common.errors import InputError
 from gspo.learner.model.batch import MicroBatch, StepBatch
@@ -30,8 +30,9 @@ from gspo.learner.ranks.sequence_ranks import SequenceRanks
 from gspo_core.stats import Stats, mean_stats, merge
 
 _TOPK = (torch.topk, Tensor.topk)
-# An attribute that transformers gives to modules with the experts of a layer; peft's name of a wrapped module.
-_EXPERTS, _WRAPPED = "_is_expert_parallel", "base_layer"
+# An attribute that transformers, 5.16 to 5.19, gives to modules with the experts of a layer; peft's name of a wrapped
+# module.
+_EXPERTS, _WRAPPED = "is_concatenated", "base_layer"
 # The largest number of experts whose numbers fit a byte.
 _BYTE = 256
 # A position that no rollout has: it takes the experts of the present router.
@@ -82,7 +83,7 @@ class Routers:
         self._layers: dict[int, _Routed] = {}
         experts = [(name, module) for name, module in causal_lm.named_modules() if hasattr(module, _EXPERTS)]
         if not experts:
-            raise _refusal(causal_lm, "has no layer with experts whose choice can be replaced")
+            raise _refusal(causal_lm, f"has no layer that transformers {__version__} marks as experts")
         for layer, (name, _) in enumerate(experts):
             holder = ".".join(part for part in name.split(".") if part != _WRAPPED).rpartition(".")[0]
             self._answer_topk(layer, causal_lm.get_submodule(holder))
