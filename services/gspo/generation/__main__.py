@@ -10,7 +10,7 @@ import structlog
 from gspo.common.host.process_tuning import importing, keep_freed_memory
 from gspo.common.service.options import await_start, parse_options
 from gspo.generation.check import check
-from gspo.generation.engine.process import ForkedProcess, import_variables, threads
+from gspo.generation.engine.process import ForkedProcess, fixed_variables, import_variables
 
 log = structlog.get_logger()
 MEANING = "Turns prompts into rollouts with vLLM, a log-prob and a policy version for every token."
@@ -22,7 +22,7 @@ def main() -> None:
     options = parse_options("generation", check, meaning=MEANING, checks_at_startup=True)
     for name, value in import_variables(options.config).items():
         os.environ.setdefault(name, value)
-    os.environ.update(threads(options.config))
+    os.environ.update(fixed_variables(options.config))
     keep_freed_memory()
     # After the options: importing vLLM takes seconds.
     with importing():

@@ -24,6 +24,9 @@ from gspo.common.model.files import read_model_config
 
 # Threads float over the cores: a learner shares them, and a bound thread would wait for a core that is taken.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}
+# On a GPU vLLM would import flashinfer at its start, for a sampler that it cannot use: it gives no log-probs after
+# temperature, the mode of our engines.
+NO_FLASHINFER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 # The engine's process is forked from one without threads. numpy would start some for linear algebra at its import, and
 # pyarrow one for an allocator. The service needs neither.
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -48,9 +51,9 @@ def generation_threads(configured: int) -> int:
     return configured or max(1, len(os.sched_getaffinity(0)) - 1)
 
 
-def threads(config: Config) -> dict[str, str]:
-    """The number of threads, which is always ours: without it vLLM takes one thread."""
-    return {"OMP_NUM_THREADS": str(generation_threads(config.generation.threads))}
+def fixed_variables(config: Config) -> dict[str, str]:
+    """Variables that are always ours: the number of threads, without which vLLM takes one, and NO_FLASHINFER."""
+    return {"OMP_NUM_THREADS": str(generation_threads(config.generation.threads)), **NO_FLASHINFER}
 
 
 def _vocabulary(model: str) -> float:

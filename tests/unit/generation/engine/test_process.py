@@ -18,7 +18,7 @@ import pytest
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.generation.engine import process
-from gspo.generation.engine.process import generation_threads, import_variables, threads
+from gspo.generation.engine.process import fixed_variables, generation_threads, import_variables
 
 # In a process of its own: pytest's has threads.
 _PROGRAM = """
@@ -75,7 +75,20 @@ def test_nothing_is_set_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_number_of_threads_is_the_configured_one(tmp_path: Path) -> None:
-    assert threads(config_of(tmp_path, None, threads=3)) == {"OMP_NUM_THREADS": "3"}
+    assert fixed_variables(config_of(tmp_path, None, threads=3))["OMP_NUM_THREADS"] == "3"
+
+
+def test_vllm_sees_the_fixed_variables_whatever_the_user_has_set(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"vocab_size": 100}, threads=3)
+    (tmp_path / "config.yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("import json, os; print(json.dumps(dict(os.environ))); os._exit(0)")
+    command = [sys.executable, "-P", "-m", "gspo.generation", "--run-dir", str(tmp_path)]
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "VLLM_USE_FLASHINFER_SAMPLER": "1", "OMP_NUM_THREADS": "9"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    seen = json.loads(done.stdout)
+    assert (seen["VLLM_USE_FLASHINFER_SAMPLER"], seen["OMP_NUM_THREADS"]) == ("0", "3"), done.stderr
 
 
 @pytest.mark.parametrize(
