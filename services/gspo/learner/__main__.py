@@ -11,7 +11,7 @@ import sys
 import structlog
 
 from gspo.common.errors import EXIT_BAD_INPUT, InputError, exit_bad_input
-from gspo.common.host.process_tuning import importing, keep_freed_memory, lock_no_more_than_needed, wait_shortly
+from gspo.common.host.process_tuning import importing, keep_freed_memory, wait_shortly
 from gspo.common.service.options import await_start, parse_options, stay
 from gspo.learner.check import check
 from gspo.learner.ranks.launcher import end_with_launcher, is_launched, own_rank
@@ -23,7 +23,6 @@ def main() -> None:
     """Check, or train until the run ends."""
     wait_shortly()
     keep_freed_memory()
-    lock_no_more_than_needed()
     options = parse_options("learner", check, meaning=MEANING)
     if is_launched():
         end_with_launcher()

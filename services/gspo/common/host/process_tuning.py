@@ -15,8 +15,6 @@ from contextlib import contextmanager
 # thread takes as long: without looking, a learner alone lost a fifth of its speed. OpenMP's default of 300,000 looks
 # makes two engines that share the cores several times as slow: each waits for a thread that the other one blocks.
 WAITING: Mapping[str, str] = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
-# torch's names of its allocators' settings, in the order in which it reads them.
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # mallopt's names of its parameters. Blocks of up to 32 MiB, the most that glibc allows, come from the heap, and up to
 # 256 MiB of freed heap stay.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -29,16 +27,6 @@ def wait_shortly() -> None:
     """Set how threads wait, for this process and those that it starts; a value that the user has set stays."""
     for name, value in WAITING.items():
         os.environ.setdefault(name, value)
-
-
-def lock_no_more_than_needed() -> None:
-    """Lock as many pages of host memory as a large tensor has; settings of the user's own stay.
-
-    torch rounds page-locked tensors up to a power of two, to use them again. DeepSpeed's offload locks a few large
-    ones once, which could take twice their size.
-    """
-    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
-        os.environ[_ALLOCATOR_VARIABLES[0]] = "pinned_max_round_threshold_mb:64"
 
 
 def keep_freed_memory() -> bool:

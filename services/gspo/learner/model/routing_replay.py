@@ -83,7 +83,7 @@ class Routers:
         self._layers: dict[int, _Routed] = {}
         experts = [(name, module) for name, module in causal_lm.named_modules() if hasattr(module, _EXPERTS)]
         if not experts:
-            raise _refusal(causal_lm, f"has no layer that transformers {__version__} marks as experts")
+            raise _refusal(causal_lm, f"has no experts by the attributes of transformers {__version__}")
         for layer, (name, _) in enumerate(experts):
             holder = ".".join(part for part in name.split(".") if part != _WRAPPED).rpartition(".")[0]
             self._answer_topk(layer, causal_lm.get_submodule(holder))

@@ -6,6 +6,7 @@ named_weights.py chooses the tensors, policy_weights.py makes a version of a cop
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,11 +22,33 @@ from torch import Tensor
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB
 
+log = structlog.get_logger()
+# torch's names of its allocators' settings, and ours: blocks from 64 MiB up are locked in their own size.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXACTLY_LOCKED = "pinned_max_round_threshold_mb:64"
 Block = ctypes.Array[ctypes.c_uint8]
 # Free blocks that are kept. Two are in use at a time: the newest version, and the version that is being made.
 _MOST_KEPT = 2
 # Parts whose copies a GPU may still owe: one is copied to the host while the next one is gathered.
 _MOST_PARTS_IN_FLIGHT = 2
+
+
+def lock_no_more_than_needed() -> None:
+    """Lock as many pages of host memory as a large tensor has; settings of the user's own stay.
+
+    torch rounds page-locked tensors up to a power of two, to use them again. DeepSpeed's offload locks a few large
+    ones once, which could take twice their size.
+
+    The loaded torch is asked, since not every version knows the setting (2.11 does not, 2.13 does). In an environment
+    variable an unknown one would end the process at its first use of a GPU.
+    """
+    if any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return
+    try:
+        torch._C._accelerator_setAllocatorSettings(EXACTLY_LOCKED)
+    except (RuntimeError, ValueError) as error:
+        detail = "an offload (learner.offload) may lock up to twice the memory that it needs"
+        log.info("locked_memory_is_rounded", torch=torch.__version__, reason=str(error), detail=detail)
 
 
 class HostCopies:

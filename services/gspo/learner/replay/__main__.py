@@ -17,7 +17,7 @@ import structlog
 
 from gspo.common.config.loading import read_config
 from gspo.common.errors import EXIT_FAILED, InputError, exit_bad_input
-from gspo.common.host.process_tuning import importing, keep_freed_memory, lock_no_more_than_needed, wait_shortly
+from gspo.common.host.process_tuning import importing, keep_freed_memory, wait_shortly
 from gspo.common.model.files import model_folder
 from gspo.common.service.logs import set_up_logs
 from gspo.learner.check import check_training
@@ -31,7 +31,6 @@ def main() -> None:
     """Make the steps, on as many ranks as the configuration has."""
     wait_shortly()
     keep_freed_memory()
-    lock_no_more_than_needed()
     arguments = _parser().parse_args()
     try:
         config = read_config(arguments.folder / arguments.config)

@@ -41,7 +41,7 @@ from gspo.learner.model.network import (
 from gspo.learner.model.rounded_weights import rounded_weights
 from gspo.learner.model.routing_replay import Routers
 from gspo.learner.model.spread_weights import Spreading, whole_where_used
-from gspo.learner.push.host_copies import HostCopies
+from gspo.learner.push.host_copies import HostCopies, lock_no_more_than_needed
 from gspo.learner.ranks.launcher import cores_per_rank, num_local_ranks
 from gspo.learner.ranks.process_group import join, set_deadlines, sum_over_ranks
 from gspo.learner.ranks.sequence_ranks import SequenceRanks
@@ -68,6 +68,7 @@ class PolicyEngine:
         self._config, self._folder = config, model_folder
         self._threads = config.learner.threads or cores_per_rank(num_local_ranks())
         torch.set_num_threads(self._threads)
+        lock_no_more_than_needed()
         self._device = _join(config)
         if self._device.type == "cpu" and config.learner.dtype == "bfloat16":
             use_float32_products()

@@ -8,9 +8,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from gspo.common.host.process_tuning import WAITING, lock_no_more_than_needed, wait_shortly
+from gspo.common.host.process_tuning import WAITING, wait_shortly
 
 _ROUNDS = """
 import json, resource, sys
@@ -37,20 +36,6 @@ def test_a_value_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) ->
     wait_shortly()
     assert os.environ["OMP_WAIT_POLICY"] == "active"
     assert os.environ["GOMP_SPINCOUNT"] == WAITING["GOMP_SPINCOUNT"]
-
-
-def test_torch_knows_the_setting_for_page_locked_memory_and_a_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    lock_no_more_than_needed()
-    name, _, value = os.environ["PYTORCH_ALLOC_CONF"].partition(":")
-    assert int(value) > 0
-    with pytest.raises(ValueError, match="stoull"):  # torch accepts any value of a name that it does not know
-        torch._C._accelerator_setAllocatorSettings(f"{name}:many")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    lock_no_more_than_needed()
-    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 def test_freed_blocks_are_not_taken_from_the_system_again() -> None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 
 import pytest
 import torch
 from torch import Tensor
 
 from gspo.learner.push import host_copies
-from gspo.learner.push.host_copies import HostCopies, ReusedBlocks
+from gspo.learner.push.host_copies import (
+    ALLOCATOR_VARIABLES,
+    EXACTLY_LOCKED,
+    HostCopies,
+    ReusedBlocks,
+    lock_no_more_than_needed,
+)
 
 NUM_ELEMENTS = 10
 
@@ -76,3 +83,32 @@ def test_page_locked_memory_is_exactly_as_large_as_asked_and_a_block_that_is_too
     del smaller
     larger = blocks.take(5000)
     assert locked == {ctypes.addressof(larger): 5000}
+
+
+def test_torch_takes_the_setting_for_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    lock_no_more_than_needed()
+    assert torch._C._accelerator_getAllocatorSettings() == EXACTLY_LOCKED
+    assert not any(name in os.environ for name in ALLOCATOR_VARIABLES), "a process of another torch would inherit it"
+    with pytest.raises(ValueError, match="stoull"):  # a build for CPUs takes any value of a name that it does not know
+        torch._C._accelerator_setAllocatorSettings(f"{EXACTLY_LOCKED.partition(':')[0]}:many")
+
+
+def test_a_torch_that_does_not_know_the_setting_goes_on_without_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(settings: str) -> None:
+        raise ValueError(f"Unrecognized key '{settings.partition(':')[0]}' in Accelerator allocator config.")  # 2.11's
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse)
+    lock_no_more_than_needed()
+    assert "Unrecognized key 'pinned_max_round_threshold_mb'" in capsys.readouterr().out
+
+
+def test_a_users_own_setting_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    lock_no_more_than_needed()
+    assert not asked
