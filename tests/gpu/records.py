@@ -49,14 +49,14 @@ class PartRecord:
     def outcome(self) -> str:
         """Whether it passed, and every number that has a goal beside it."""
         outcome = "pass" if self.passed else f"FAIL: {self.reason[:_LONGEST_REASON]}"
-        return "; ".join(
-            [outcome, *(f"{goal['name']} {goal['result']:g}: {_VERDICTS[goal['met']]}" for goal in self.goals)]
-        )
+        goals = [f"{goal['name']} {goal['result']:g}: {_VERDICTS[goal['met']]}" for goal in self.goals]
+        return ". ".join(text[0].upper() + text[1:] for text in (outcome, *goals))
 
     @property
     def further(self) -> str:
         """The other numbers."""
-        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.numbers.items())
+        numbers = ", ".join(f"{name} {value}" for name, value in self.numbers.items())
+        return f"`{numbers}`" if numbers else ""
 
 
 def read_records(path: Path) -> list[PartRecord]:

@@ -65,7 +65,7 @@ def test_every_part_has_a_row_whether_it_was_run_or_not() -> None:
     found = rows([RECORD, failed])
     assert "No GPU has run this project yet" not in found
     assert found.count("not yet run") == len(PARTS) - 2
-    missed = "| pass; stall 0.31: GOAL MISSED | load s 0.25 | 61 | 2026-12-01, NVIDIA H200, 580, torch 2.11.0 |"
+    missed = "| Pass. Stall 0.31: GOAL MISSED | `load_s 0.25` | 61 | 2026-12-01, NVIDIA H200, 580, torch 2.11.0 |"
     assert f"| {PARTS['push'].goal} {missed}" in found
     assert "goal met" in rows([replace(RECORD, goals=[{**GOALS[0], "met": True}])])
     assert "FAIL: exit code 1 / at step 3" in found
