@@ -25,6 +25,7 @@ import structlog
 from torch import Tensor
 
 from gspo.common.service.app import Service
+from gspo.common.service.failure import in_step
 from gspo.common.streams.entries import body_of
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
@@ -138,7 +139,8 @@ class Learner:
                 self.checkpoints.raise_error()
                 batch = await self.intake.next_batch(self._trained_version, self._is_interrupted)
                 if batch is not None:
-                    await self._step(batch)
+                    with in_step(batch.step):
+                        await self._step(batch)
                 if batch is None or self.checkpoints.is_due(self._trained_version):
                     await self._finish_step()
                 if self.checkpoints.is_due(self._trained_version):
@@ -266,12 +268,14 @@ class Learner:
         is_beside: bool,
     ) -> None:
         """Publish a step's version once it is made, and report the step."""
-        weights, seconds = await making
-        # Generators wait for the weights; nothing waits for the report.
-        self._publish(weights)
-        await asyncio.to_thread(self._run_dir.steplog.write_tokens, batch.step, tokens)
-        await self._report.report(batch, weights.digest, {**figures, "version_beside_s": seconds if is_beside else 0.0})
-        await self.tokens.record(batch.step)
+        with in_step(batch.step):
+            weights, seconds = await making
+            # Generators wait for the weights; nothing waits for the report.
+            self._publish(weights)
+            await asyncio.to_thread(self._run_dir.steplog.write_tokens, batch.step, tokens)
+            figures = {**figures, "version_beside_s": seconds if is_beside else 0.0}
+            await self._report.report(batch, weights.digest, figures)
+            await self.tokens.record(batch.step)
 
     async def _finish_step(self) -> None:
         """Wait until the version of the last step is on record, published and reported.

@@ -16,6 +16,7 @@ import structlog
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.service.failure import in_step
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.assembler import Assembler
 from gspo.learner.objective.loss_file import keep_loss_file
@@ -66,7 +67,8 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
         activity.set("busy", "replaying", f"step {step} of {to_replay[-1]}")
         hyperparameters = hyperparameters_of(config, step, run_dir.versions.get(step))
         try:
-            weights = replay_step(step, run_dir, trainer, assembler, hyperparameters)
+            with in_step(step):
+                weights = replay_step(step, run_dir, trainer, assembler, hyperparameters)
         except NotFiniteError as error:
             raise InputError(
                 str(run_dir.steplog.path(step)), f"replaying it ends as it did before: {error}", "Then resume"

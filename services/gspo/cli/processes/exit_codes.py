@@ -5,14 +5,23 @@ from __future__ import annotations
 import signal
 
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED
+from gspo.common.service.failure import ProcessFailure
 
 EXIT_INTERRUPTED = 130
 
 
 class RunError(Exception):
-    """The run cannot go on; the message says why, and where to look."""
+    """The run cannot go on; the message says why, and where to look.
+
+    Args:
+        failure: Of the service that ended it, where its log has one.
+    """
 
     exit_code = EXIT_FAILED
+
+    def __init__(self, message: str, failure: ProcessFailure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class ServiceRefusedError(RunError):

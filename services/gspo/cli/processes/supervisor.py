@@ -1,7 +1,7 @@
 """Keeps the processes of a run alive until the run ends, then ends them all.
 
-A process that dies is started again after a growing pause. A service that refuses its input (exit code 2) or dies too
-often ends the run with its last words.
+A process that dies is started again after a growing pause. A service ends the run with its last words if it refuses its
+input (exit code 2), or dies too often. Or it dies twice of the same error, and no cause outside of it explains that.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import subprocess
 import time
 import uuid
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
 from gspo.cli.processes.guard import kill_processes_of, start_guard
 from gspo.cli.processes.preflight import PreflightProcess
 from gspo.common.errors import EXIT_BAD_INPUT
+from gspo.common.service.failure import ProcessFailure
 from gspo.common.service.module_command import SUPERVISOR_VARIABLE
 from gspo.common.tasks import wait_until_set
 
@@ -34,7 +36,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _TERMINATE_S, _KILL_S, _SWEEP_S = 15.0, 5.0, 10.0
 # A longer shutdown is announced, because nothing else changes on the screen meanwhile.
 _QUIET_S = 2.0
-_TAIL_BYTES, _TAIL_LINES = 32_768, 8
+# As long as the last tracebacks of several ranks.
+_TAIL_BYTES, _TAIL_LINES = 262_144, 8
 
 
 @dataclass(frozen=True)
@@ -103,15 +106,36 @@ class Child:
 
     def last_words(self) -> str:
         """The reason of its end, from its log since its start: the last logged reason, else the last lines."""
+        lines = self._last_lines()
+        for line in _in_json(reversed(lines)):
+            if reason := line.get("reason"):
+                return str(reason)
+        return "\n".join(lines[-_TAIL_LINES:]) or "it said nothing"
+
+    def failure(self) -> ProcessFailure | None:
+        """The error that ended it, from its log since its start; None where that has none, as after SIGKILL.
+
+        Of several ranks it is the first error; the others often end for want of that rank.
+        """
+        failures = []
+        for line in _in_json(self._last_lines()):
+            with contextlib.suppress(KeyError, TypeError):
+                failures.append(ProcessFailure.from_log(line))
+        return next((failure for failure in failures if not failure.is_outside), next(iter(failures), None))
+
+    def _last_lines(self) -> list[str]:
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - _TAIL_BYTES))
-            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        for line in reversed(lines):
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # any other line than a JSON log line
-                if reason := json.loads(line)["reason"]:
-                    return str(reason)
-        return "\n".join(lines[-_TAIL_LINES:]) or "it said nothing"
+            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+
+
+def _in_json(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The lines of a service's own log."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            if isinstance(record := json.loads(line), dict):
+                yield record
 
 
 class ProcessSupervisor:
@@ -157,7 +181,7 @@ class ProcessSupervisor:
 
         Raises:
             ServiceRefusedError: A program ended with exit code 2.
-            RunError: A program died too often.
+            RunError: A program died too often, or twice of the same error.
         """
         while self._keepers:
             done, self._keepers = await asyncio.wait(self._keepers, return_when=asyncio.FIRST_COMPLETED)
@@ -223,6 +247,7 @@ class ProcessSupervisor:
 
     async def _keep(self, child: Child) -> None:
         deaths = early = 0
+        seen: set[ProcessFailure] = set()
         while not self._ending.is_set():
             session = await child.start(is_restart=deaths > 0)
             self._notify_guard(session)
@@ -241,27 +266,42 @@ class ProcessSupervisor:
             lived_s = time.monotonic() - child.started
             deaths = 1 if lived_s > STEADY_S else deaths + 1
             early = 1 if lived_s > _STARTED_S else early + 1
-            await self._answer_death(child, code, deaths, early)
+            if lived_s > STEADY_S:
+                # A step does not become another one by the time that it takes to come to it.
+                seen = {failure for failure in seen if failure.step is not None}
+            await self._answer_death(child, code, deaths, early, seen)
 
-    async def _answer_death(self, child: Child, code: int, deaths: int, early: int) -> None:
+    async def _answer_death(self, child: Child, code: int, deaths: int, early: int, seen: set[ProcessFailure]) -> None:
         """Wait before the restart, longer after each early death; or give up.
+
+        Args:
+            seen: The errors of its deaths before, to which this one's is added.
 
         Raises:
             ServiceRefusedError: It ended with exit code 2.
-            RunError: It died too often.
+            RunError: It died too often, or of an error that it has died of before.
         """
         pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(early - 1, 10), _LONGEST_PAUSE_S)
         # A program that is done may have received the end of the run before this process.
         if code == 0 and await wait_until_set(self._ending, 2.0):
             return
-        words = child.last_words()
+        words, failure = child.last_words(), child.failure()
         if code == EXIT_BAD_INPUT:
-            raise ServiceRefusedError(words.removeprefix("error: "))
+            raise ServiceRefusedError(words.removeprefix("error: "), failure)
+        if failure is not None and not failure.is_outside:
+            if failure in seen:
+                raise RunError(
+                    f"{child.name} died twice of the same error, so a third start would not help.\n"
+                    f"The error: {failure}\nIts log: {child.log}",
+                    failure,
+                )
+            seen.add(failure)
         if deaths > self._max_restarts:
             times = "once" if deaths == 1 else f"{deaths} times"
             raise RunError(
                 f"{child.name} died {times} ({describe_exit(code)}; services.max_restarts is {self._max_restarts}). "
-                f"Its last words: {words}\nIts log: {child.log}"
+                f"Its last words: {words}\nIts log: {child.log}",
+                failure,
             )
         # The last lines of a process that was killed from outside are not about its end.
         why = "" if -code in (signal.SIGKILL, signal.SIGTERM) else f": {words}"

@@ -23,6 +23,7 @@ from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError
 from gspo.common.network.credentials import redis_refusal
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.network.http_server import ASGIApp, HttpServer
+from gspo.common.service.failure import log_failure
 from gspo.common.service.health import HealthProbes
 from gspo.common.service.options import Options, stay
 from gspo.common.service.redis_client import connect_redis
@@ -185,7 +186,7 @@ def run_process(options: Options, main: Callable[[Service], Coroutine[Any, Any, 
     except InputError as error:
         if options.stay:
             stay(error, options.host, options.http_port)
-        log.error("bad_input", reason=str(error))
+        log_failure("bad_input", error, str(error))
         sys.exit(EXIT_BAD_INPUT)
 
 
@@ -203,7 +204,7 @@ async def _exit_code(options: Options, main: Callable[[Service], Coroutine[Any, 
     except Exception as error:
         if refusal := redis_refusal(error):
             raise refusal from error
-        log.exception("service_failed", reason=f"{type(error).__name__}: {error}")
+        log_failure("service_failed", error, f"{type(error).__name__}: {error}")
         return EXIT_FAILED
     log.info("service_ended")
     return 0

@@ -6,9 +6,12 @@ import contextlib
 import io
 import logging
 import sys
+from types import TracebackType
 from typing import TextIO, cast
 
 import structlog
+
+from gspo.common.service.failure import log_failure
 
 
 def set_up_logs(level: str, **bound: str) -> None:
@@ -27,6 +30,15 @@ def set_up_logs(level: str, **bound: str) -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(**bound)
+    sys.excepthook = _log_uncaught
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Such as the error of an import, before a service runs."""
+    if isinstance(error, Exception):
+        log_failure("service_failed", error, f"{kind.__name__}: {error}")
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 class _LossyStream(io.TextIOBase):

@@ -19,6 +19,7 @@ import structlog
 from torch import Tensor, distributed
 
 from gspo.common.config.schema import Config
+from gspo.common.service.failure import in_step
 from gspo.learner.assembly.rows import Row, from_table, to_table
 from gspo.learner.objective.loss_file import with_kept_loss
 from gspo.learner.ranks.process_group import RankBroadcast, rank_errors
@@ -170,7 +171,8 @@ def _execute(trainer: Trainer, parts: PartWriter, call: Mapping[str, Any], table
     match call["name"]:
         case "train":
             rows, hyperparameters = from_table(pa.ipc.open_stream(table).read_all()), call["hyperparameters"]
-            trainer.train(call["step"], rows, call["not_applied"], Hyperparameters(**hyperparameters))
+            with in_step(call["step"]):
+                trainer.train(call["step"], rows, call["not_applied"], Hyperparameters(**hyperparameters))
         case "policy":
             trainer.policy()
         case "save":

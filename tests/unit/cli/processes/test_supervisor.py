@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -70,3 +72,63 @@ async def test_one_that_has_lost_its_node_ends_while_the_others_continue(tmp_pat
         assert supervisor.children["away"].pid is None
         assert supervisor.lost == {"away"}
     assert messages[0] == "away has ended: node n2 is lost. The run continues without it"
+
+
+def dying(kind: str = "ValueError", step: int | None = 3, *, is_outside: bool = False) -> str:
+    """A command that dies as a service does."""
+    failure = {"kind": kind, "place": "loss.py:7", "step": step, "is_outside": is_outside}
+    line = json.dumps({"event": "service_failed", "reason": f"{kind}: no such reward", "failure": failure})
+    return f"echo {shlex.quote(line)} >&2; exit 1"
+
+
+async def test_the_same_error_twice_is_no_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.05)
+    pauses_s, words = await pauses(tmp_path, dying())
+    assert pauses_s == [0.05]
+    assert "worker died twice of the same error" in words
+    assert "in step 3: ValueError: no such reward (raised at loss.py:7)" in words
+    assert str(tmp_path / "worker.log") in words
+
+
+async def test_an_error_from_outside_keeps_its_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.05)
+    pauses_s, words = await pauses(tmp_path, dying("ConnectionError", is_outside=True))
+    assert len(pauses_s) == 3
+    assert "worker died 4 times" in words
+
+
+async def test_a_kill_between_two_deaths_of_one_error_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.05)
+    once = f"{tmp_path}/killed"
+    command = f'n=$(cat {once} 2>/dev/null); echo x$n > {once}; test "$n" = x && kill -9 $$; {dying()}'
+    pauses_s, words = await pauses(tmp_path, command)
+    assert len(pauses_s) == 2
+    assert "worker died twice of the same error" in words
+
+
+@pytest.mark.parametrize(("step", "num_restarts"), [(None, 3), (3, 1)])
+async def test_after_a_long_run_only_the_same_step_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int | None, num_restarts: int
+) -> None:
+    """A replay may take hours to come to the step again."""
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(supervisor_module, "STEADY_S", 0.1)
+    pauses_s = []
+    async with ProcessSupervisor(tmp_path, 1, lambda line: pauses_s.append(line)) as supervisor:
+        supervisor.start([Program("worker", ("sh", "-c", f"sleep 0.2; {dying(step=step)}"))])
+        with pytest.raises((RunError, TimeoutError)):
+            async with asyncio.timeout(1.5):
+                await supervisor.watch()
+    assert len(pauses_s) >= num_restarts if step is None else len(pauses_s) == num_restarts
+
+
+async def test_of_several_ranks_the_first_error_counts(tmp_path: Path) -> None:
+    lost = dying("RanksError", None, is_outside=True).removesuffix("; exit 1")
+    async with ProcessSupervisor(tmp_path, 0, lambda _line: None) as supervisor:
+        supervisor.start([Program("worker", ("sh", "-c", f"{lost}; {dying()}"))])
+        with pytest.raises(RunError) as ended:
+            await supervisor.watch()
+    assert ended.value.failure is not None
+    assert (ended.value.failure.kind, ended.value.failure.step) == ("ValueError", 3)
