@@ -59,8 +59,8 @@ docs: setup ## The documentation as a site in .cache/site, with every link and a
 bench: setup ## Measure speed and write docs/benchmarks.md (NAMES="engine push": these sections alone)
 	$(BIN)/python -m benchmarks $(NAMES)
 
-chaos: setup ## Strike a simulated run with everything that can go wrong, check it, write docs/chaos.md (SEED=0; an hour)
-	$(BIN)/python -m benchmarks chaos --seed $(SEED)
+chaos: setup ## Strike simulated runs and real engines with everything that can go wrong, check, write docs/chaos.md (SEED=0; two hours, resumed)
+	$(BIN)/python -m benchmarks chaos --seed $(SEED) --parallel 3
 
 proto: setup ## Generate the contract's Python code
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto \

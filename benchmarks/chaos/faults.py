@@ -17,10 +17,12 @@ from typing import TypeVar
 
 from redis.exceptions import RedisError
 
-from benchmarks.chaos.schedule import CLOCK_BACK_S, Fault
+from benchmarks.chaos.harness.disk import freeze, thaw
+from benchmarks.chaos.schedule import CLOCK_MOVES_S, Fault
 from benchmarks.chaos.target import RunUnderTest
 
 _APPEAR_S, _PUSH_S = 60.0, 60.0
+_CLOSE_EVERY_S = 0.05
 T = TypeVar("T")
 
 
@@ -40,13 +42,22 @@ async def _kill(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
 
 
 async def _stop(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
-    pid = await _pid(world, planned)
-    os.kill(pid, signal.SIGSTOP)
+    name = planned.targets[0]
+    pids = await _until(lambda: world.pids(name), f"{name} has no process", _APPEAR_S)
+    stopped: list[int] = []
     try:
+        # A process that was stopped last may have started another one before.
+        while new := [pid for pid in pids if pid not in stopped]:
+            for pid in new:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            stopped += new
+            pids = world.pids(name) or []
         yield
     finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        for pid in reversed(stopped):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 async def _flush(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
@@ -87,10 +98,54 @@ async def _keep_full(filler: Path) -> None:
         await asyncio.sleep(0.05)
 
 
+async def _slow(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
+    await asyncio.to_thread(freeze, world.disk)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(thaw, world.disk)
+
+
+async def _close(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
+    """Let Redis close every connection of a service, again and again: some are in the middle of a reply."""
+    name, num_closed, is_over = planned.targets[0], 0, False
+
+    async def keep_closing() -> None:
+        nonlocal num_closed
+        while not is_over:
+            with suppress(RedisError, OSError):
+                for client in await world.redis.client_list():
+                    if client["addr"].rpartition(":")[0] == world.redis_source(name):
+                        num_closed += await world.redis.client_kill_filter(_id=client["id"])
+            await asyncio.sleep(_CLOSE_EVERY_S)
+
+    # Not cancelled: the client can forget that (python/cpython#86296).
+    closing = asyncio.create_task(keep_closing())
+    try:
+        yield
+    finally:
+        is_over = True
+        await closing
+    if not num_closed:
+        raise TimeoutError(f"{name} had no connection to Redis")
+
+
+async def _drop(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
+    file = world.fault_file(planned)
+    file.write_text("")
+    try:
+        yield
+    finally:
+        is_unread = not file.read_text()
+        file.unlink()
+    if is_unread:
+        raise TimeoutError(f"no reply to {planned.targets[0]} was lost")
+
+
 async def _place_file(world: RunUnderTest, planned: Fault) -> AsyncIterator[None]:
     """The fault of faulty_service.py or of the reward function that lasts while its file is there."""
     file = world.fault_file(planned)
-    file.write_text(f"{-CLOCK_BACK_S}" if planned.verb == "clock" else "")
+    file.write_text(f"{CLOCK_MOVES_S[planned.kind]}" if planned.verb == "clock" else "")
     try:
         yield
     finally:
@@ -126,6 +181,9 @@ _FAULTS: dict[str, Callable[[RunUnderTest, Fault], AsyncIterator[None]]] = {
     "cut": _cut,
     "fill": _fill,
     "corrupt": _corrupt,
+    "slow": _slow,
+    "close": _close,
+    "drop": _drop,
     "hang": _place_file,
     "clock": _place_file,
 }

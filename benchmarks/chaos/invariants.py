@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,19 +92,35 @@ class InvariantResult:
     broken: tuple[str, ...]
 
 
-def check(run: FinishedRun) -> list[InvariantResult]:
-    """Check every invariant."""
+@dataclass(frozen=True)
+class Invariant:
+    """A rule, the kinds of data that it is checked on, and a function that finds what breaks it."""
+
+    what: str
+    units: tuple[str, ...]
+    breaks: Callable[[FinishedRun], Iterator[str]]
+
+
+def check(run: FinishedRun, invariants: Sequence[Invariant] = ()) -> list[InvariantResult]:
+    """Check every invariant; by default those of a simulated run."""
+    metrics = run.lines("metrics.jsonl")
     counts = {
         "rollouts": sum(map(len, run.steps.values())),
         "groups": run.groups["issued"],
         "tokens": sum(len(row.token_ids) for _, row in run.rows),
-        "versions": len(run.policies),
+        "versions": len({line["version"] for line in run.lines("policy.jsonl")}),
+        "compared tokens": int(sum(line.get("figures", {}).get("mismatch_tokens", 0) for line in metrics)),
         "failed scores": sum(row.failure is not None for _, row in run.rows),
         "steps": len(run.steps),
     }
     return [
-        InvariantResult(number, what, ", ".join(f"{counts[unit]} {unit}" for unit in units), tuple(breaks(run)))
-        for number, (what, units, breaks) in enumerate(_INVARIANTS, 1)
+        InvariantResult(
+            number,
+            invariant.what,
+            ", ".join(f"{counts[unit]} {unit}" for unit in invariant.units),
+            tuple(invariant.breaks(run)),
+        )
+        for number, invariant in enumerate(invariants or SIMULATED, 1)
     ]
 
 
@@ -147,20 +164,22 @@ def _of_their_weights(run: FinishedRun) -> Iterator[str]:
 
 def _same_digests(run: FinishedRun) -> Iterator[str]:
     loaded = 0
-    for path in (run.run_dir / "services").glob("generation-*.log"):
-        for line in path.read_text(errors="replace").splitlines():
-            if '"version_loaded"' not in line:
-                continue
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the disk was full in the middle of it
-            loaded += 1
-            policy = run.policies.get(event["version"])
-            if policy is None or not policy.digest.startswith(event["digest"]):
-                yield f"{path.name} served version {event['version']} with digest {event['digest']}"
+    for path, event in loaded_versions(run):
+        loaded += 1
+        policy = run.policies.get(event["version"])
+        if policy is None or not policy.digest.startswith(event["digest"]):
+            yield f"{path.name} served version {event['version']} with digest {event['digest']}"
     if not loaded:
         yield "no generator loaded anything"
+
+
+def loaded_versions(run: FinishedRun) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Every load of weights in the logs of the generators, with `version` and the first characters of `digest`."""
+    for path in (run.run_dir / "services").glob("generation-*.log"):
+        for line in path.read_text(errors="replace").splitlines():
+            if '"version_loaded"' in line:
+                with suppress(json.JSONDecodeError):  # the disk was full in the middle of it
+                    yield path, json.loads(line)
 
 
 def _no_number(run: FinishedRun) -> Iterator[str]:
@@ -215,18 +234,22 @@ def _closed_ledger(run: FinishedRun) -> Iterator[str]:
         yield f"{in_ledger} tokens are trained by the ledger, {in_steps} by the step files, {len(last)} accounts"
 
 
-# Each with the kinds of data that it is checked on.
-_INVARIANTS: tuple[tuple[str, tuple[str, ...], Callable[[FinishedRun], Iterator[str]]], ...] = (
-    (
-        "no rollout is in two steps, and every issued group is settled once, with a reason",
-        ("rollouts", "groups"),
-        _settled_once,
-    ),
-    ("no counted token older than max_lag", ("rollouts",), _young_enough),
-    ("each log-prob is that of the weights of its version", ("tokens",), _of_their_weights),
-    ("learner and generators agree on the digest of a version", ("versions",), _same_digests),
-    ("a failed score is never a number", ("failed scores",), _no_number),
-    ("the run ends, Redis is empty, no stream exceeds the slots", ("steps",), _complete),
-    ("a replay of the log gives the recorded digests", ("versions",), _recorded_digests),
-    ("every generated token is in one column of the ledger", ("tokens",), _closed_ledger),
+SETTLED_ONCE = Invariant(
+    "no rollout is in two steps, and every issued group is settled once, with a reason",
+    ("rollouts", "groups"),
+    _settled_once,
+)
+YOUNG_ENOUGH = Invariant("no counted token older than max_lag", ("rollouts",), _young_enough)
+NO_NUMBER = Invariant("a failed score is never a number", ("failed scores",), _no_number)
+COMPLETE = Invariant("the run ends, Redis is empty, no stream exceeds the slots", ("steps",), _complete)
+CLOSED_LEDGER = Invariant("every generated token is in one column of the ledger", ("tokens",), _closed_ledger)
+SIMULATED = (
+    SETTLED_ONCE,
+    YOUNG_ENOUGH,
+    Invariant("each log-prob is that of the weights of its version", ("tokens",), _of_their_weights),
+    Invariant("learner and generators agree on the digest of a version", ("versions",), _same_digests),
+    NO_NUMBER,
+    COMPLETE,
+    Invariant("a replay of the log gives the recorded digests", ("versions",), _recorded_digests),
+    CLOSED_LEDGER,
 )

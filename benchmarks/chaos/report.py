@@ -1,74 +1,33 @@
-"""Write docs/chaos.md, chaos.json and chaos.png from the results of the rounds and of arithmetic.py."""
+"""Write docs/chaos.md, chaos.json and chaos.png from the kept rounds and the results of arithmetic.py."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from benchmarks.chaos.kept_rounds import kept_rounds
+from benchmarks.chaos.page import ENGINES, PAGE
+from benchmarks.chaos.workloads import SIMULATED, WORKLOADS
 from benchmarks.harness.plots import panels
-from benchmarks.harness.section import Record, machine_facts
+from benchmarks.harness.section import Record
 from benchmarks.harness.tables import side_by_side, table
-from gspo.cli.report.panels import BLUE, GREY
+from gspo.cli.report.panels import BLUE, GREY, ORANGE
 
-_PAGE = """# Chaos
-
-`make chaos` writes this page. It runs two generators and two reward replicas, injects one fault after another, and \
-checks the run's log afterwards. Seed {seed} repeats this schedule: kinds, order, targets and pauses.
-
-**{num_faults} faults in {num_rounds} rounds, {steps} steps, {issued} groups. {verdict}**
-
-Coordinator, generation and reward services, learner, Redis, streams, push and log are real. Engine and training step \
-are simulated (`benchmarks/simulated`): they take time, and every log-prob is a function of token, position and \
-weights, so the check can compute it again. Each process has its own network namespace. The run directory, with \
-Redis's file, is on a disk of 256 MiB. The machine has {cores} cores ({processor}) and was shared with other work. A \
-round leaves out faults that no longer fit into its time.
-
-## Faults
-
-A fault ends (`lasts`) when the process continues, the network is back, or disk space is free. The run has *recovered* \
-when every process runs, every generator has the newest weights, and two more steps are trained. Seconds count from \
-the start of the fault.
-
-{kinds}
-
-- `kill`, `stop`: SIGKILL, or SIGSTOP for 20 s.
-- `flush redis`: FLUSHALL.
-- `cut network`: packets between two processes, or a process and Redis, are dropped without a reset.
-- `fill disk`: no byte is free for log, checkpoints and Redis's file.
-- `corrupt push`: one bit of a weight frame changes in transit.
-- `hang reward`: the reward function stops answering.
-- `clock back`: the wall clock of one process moves back by ten minutes, then forward again. Its monotonic clock is \
-unchanged.
-
-![Seconds to recover](chaos.png)
-
-## Invariants
-
-{findings}
-
-Groups over all rounds: {groups}. Dead letters: {dead_letters}.
-
-{breaks}{engines}Every fault with its target and time is in [chaos.json](chaos.json).
-"""
-_ENGINES = """## With the real engines
-
-The arithmetic example (vLLM, DeepSpeed) runs once undisturbed and once with periodic SIGKILLs of a service or Redis \
-(`python -m benchmarks chaos-engines`). Accuracy is of 1,000 answers to 250 held-out problems, with its standard \
-error. Undisturbed runs of different seeds differ by up to 0.05.
-
-{runs}
-
-"""
+_SETTLEMENTS = ("trained", "filtered", "stale", "failed", "unused")
+_PLACES = {True: "simulated", False: "real engines"}
 
 
 def write_report(results: Path, seed: int, out: Path) -> None:
-    """Write page, figures and plot of every round of a seed."""
-    rounds = [json.loads(path.read_text()) for path in results.glob(f"seed-{seed}-round-*.json")]
-    rounds.sort(key=lambda played: int(played["number"]))
+    """Write page, figures and plot of every kept round of a seed."""
+    rounds = kept_rounds(results, seed)
+    for played in rounds:
+        for fault in played["faults"]:
+            fault["is_simulated"] = played["workload"] == SIMULATED.name
     (out / "chaos.json").write_text(json.dumps({"seed": seed, "rounds": rounds}, indent=1) + "\n")
     faults = pd.json_normalize(rounds, "faults")
     _draw(faults, out / "chaos.png")
@@ -77,53 +36,108 @@ def write_report(results: Path, seed: int, out: Path) -> None:
 
 
 def _render(seed: int, rounds: list[Record], faults: pd.DataFrame, engines: list[Record]) -> str:
-    frame, findings = pd.json_normalize(rounds), pd.json_normalize(rounds, "findings")
-    recovered = faults.groupby("kind").recovered_s
-    failed = int(faults.recovered_s.isna().sum())
-    by_number = findings.groupby("number")
-    breaks = by_number.broken.sum()  # of lists
-    num_breaks = int(breaks.map(len).sum())
-    settlements = ("trained", "filtered", "stale", "failed", "unused")
-    lasts_s = faults.groupby("kind").lasts_s.first()
-    broken = f"{num_breaks} breaches of an invariant, {failed} faults without recovery."
-    sound = "No invariant was broken, and the run recovered after every fault."
-    lists = (
-        f"Broken, invariant {number}:\n\n" + "\n".join(f"- {text}" for text in texts[:20]) + "\n\n"
-        for number, texts in breaks.items()
-        if texts
-    )
-    machine = machine_facts()
-    return _PAGE.format(
+    frame = pd.json_normalize(rounds)
+    in_place = faults.is_simulated.value_counts()
+    return PAGE.format(
         seed=seed,
         num_faults=len(faults),
+        num_kinds=faults.kind.nunique(),
         num_rounds=len(rounds),
-        steps=frame.steps.sum(),
-        issued=frame["groups.issued"].sum(),
-        verdict=broken if num_breaks or failed else sound,
-        cores=machine["cores"],
-        processor=machine["processor"],
-        kinds=table(
-            ("fault", lasts_s.index, ""),
-            ("times", recovered.size(), "d"),
-            ("lasts, s", lasts_s.where(lasts_s > 0), "g"),
-            ("recovered after, s: median", recovered.median(), ".1f"),
-            ("most", recovered.max(), ".1f"),
-            ("not within 120 s", recovered.size() - recovered.count(), "d"),
-        ),
-        findings=table(
-            ("invariant", [f"{number}. {what}" for number, what in by_number.what.first().items()], ""),
-            ("checked", by_number.seen.agg(_total), ""),
-            ("broken", [len(texts) or "never" for texts in breaks], ""),
-        ),
-        groups=", ".join(f"{frame[f'groups.{name}'].sum()} {name}" for name in settlements),
+        num_simulated=in_place.get(True, 0),
+        num_engines=in_place.get(False, 0),
+        steps=f"{frame.steps.sum():,}",
+        issued=f"{frame['groups.issued'].sum():,}",
+        verdict=_verdict(rounds),
+        machines=_machines(rounds),
+        kinds=_kinds(faults),
+        findings="\n\n".join(_findings(title, rounds, names) for title, names in _PARTS.items()),
+        groups=", ".join(f"{frame[f'groups.{name}'].sum():,} {name}" for name in _SETTLEMENTS),
         dead_letters=frame.dead_letters.sum(),
-        breaks="".join(lists),
-        engines=_ENGINES.format(runs=_runs(engines)) if engines else "",
+        rounds=_rounds(rounds),
+        breaks=_breaks(rounds),
+        engines=ENGINES.format(runs=_runs(engines)) if engines else "",
     )
+
+
+# The title of a table of invariants, and the workloads in it.
+_PARTS = {
+    "Simulated": [SIMULATED.name],
+    "Real engines": [name for name in WORKLOADS if name != SIMULATED.name],
+}
+
+
+def _verdict(rounds: list[Record]) -> str:
+    texts = [text for played in rounds for text in played["broken"]]
+    failed = sum("NOT RECOVERED" in text for text in texts)
+    if texts:
+        return f"{len(texts) - failed} breaches of an invariant, {failed} faults without recovery."
+    return "No invariant was broken, and the run recovered after every fault."
+
+
+def _machines(rounds: list[Record]) -> str:
+    """Cores and processor of each machine that played a round."""
+    facts = [played["machine"] for played in rounds]
+    return "; ".join(sorted({f"{machine['cores']} cores, {machine['processor']}" for machine in facts}))
+
+
+def _kinds(faults: pd.DataFrame) -> str:
+    """The table of the faults: a row for each kind, with the figures of both places."""
+    lasts_s = faults.groupby("kind").lasts_s.first()
+    columns: list[Any] = [("fault", lasts_s.index, ""), ("lasts, s", lasts_s.where(lasts_s > 0), "g")]
+    for is_simulated, place in _PLACES.items():
+        recovered_s = faults[faults.is_simulated == is_simulated].groupby("kind").recovered_s
+        for header, values, style in (
+            (f"{place}: times", recovered_s.size(), ".0f"),
+            ("recovered after, s: median", recovered_s.median(), ".1f"),
+            ("most", recovered_s.max(), ".1f"),
+            ("never", recovered_s.size() - recovered_s.count(), ".0f"),
+        ):
+            columns.append((header, values.reindex(lasts_s.index), style))
+    return table(*columns)
+
+
+def _findings(title: str, rounds: list[Record], workloads: list[str]) -> str:
+    """The table of the invariants that were checked after rounds of these workloads."""
+    chosen = [played for played in rounds if played["workload"] in workloads]
+    if not chosen:
+        return f"{title}: no round yet."
+    by_number = pd.json_normalize(chosen, "findings").groupby("number")
+    return table(
+        (f"{title}: invariant", [f"{number}. {what}" for number, what in by_number.what.first().items()], ""),
+        ("checked", by_number.seen.agg(_total), ""),
+        ("broken", [len(texts) or "never" for texts in by_number.broken.sum()], ""),
+    )
+
+
+def _rounds(rounds: list[Record]) -> str:
+    frame = pd.json_normalize(rounds)
+    return table(
+        ("round", frame.workload + " " + frame.number.astype(str), ""),
+        ("began, UTC", [time.strftime("%Y-%m-%d %H:%M", time.gmtime(began)) for began in frame.began_unix_s], ""),
+        ("commit", frame.commit, ""),
+        ("faults", frame.faults.map(len), "d"),
+        ("planned", frame.planned, "d"),
+        ("steps", frame.steps, "d"),
+        ("groups", frame["groups.issued"], "d"),
+        ("minutes", frame.wall_s / 60, ".0f"),
+        ("broken", [len(texts) or "nothing" for texts in frame.broken], ""),
+    )
+
+
+def _breaks(rounds: list[Record]) -> str:
+    """A list of everything that went wrong, round by round."""
+    lists = (
+        f"Broken in {played['workload']} {played['number']} (commit {played['commit']}):\n\n"
+        + "\n".join(f"- {text}" for text in played["broken"][:20])
+        + "\n\n"
+        for played in rounds
+        if played["broken"]
+    )
+    return "".join(lists)
 
 
 def _runs(engines: list[Record]) -> str:
-    """The table of the runs with the real engines."""
+    """The table of the runs of arithmetic.py."""
     names = {"alone": "undisturbed", "struck": "killed"}
     rows: list[dict[str, Any]] = [
         {
@@ -158,8 +172,11 @@ def _total(counts: pd.Series[str]) -> str:
 def _draw(faults: pd.DataFrame, path: Path) -> None:
     """Seconds to recover: a dot for each fault, by kind."""
     kinds = faults.groupby("kind")
-    with panels(path, "How soon has a run recovered?", height=0.3 * len(kinds) + 1.4) as (axis,):
-        axis.plot(faults.recovered_s, kinds.ngroup(), "o", color=BLUE, alpha=0.6, label="recovered")
+    row = kinds.ngroup()
+    with panels(path, "How soon has a run recovered?", height=0.25 * len(kinds) + 1.4) as (axis,):
+        for is_simulated, color in ((True, BLUE), (False, ORANGE)):
+            chosen = faults.is_simulated == is_simulated
+            axis.plot(faults.recovered_s[chosen], row[chosen], "o", color=color, alpha=0.6, label=_PLACES[is_simulated])
         axis.plot(kinds.lasts_s.first(), range(len(kinds)), "|", color=GREY, markersize=14, label="end of the fault")
         axis.set_yticks(range(len(kinds)), list(kinds.groups))
         axis.invert_yaxis()

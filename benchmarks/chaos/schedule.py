@@ -6,27 +6,22 @@ It injects nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-GENERATORS, SCORERS = ("generation-0", "generation-1"), ("reward-0", "reward-1")
 # The names of each kind of process.
-PROCESSES = {
+Processes = Mapping[str, tuple[str, ...]]
+PROCESSES: Processes = {
     "coordinator": ("coordinator-0",),
-    "generation": GENERATORS,
-    "reward": SCORERS,
+    "generation": ("generation-0", "generation-1"),
+    "reward": ("reward-0", "reward-1"),
     "learner": ("learner-0",),
     "redis": ("redis",),
 }
-SERVICES = tuple(name for kind, names in PROCESSES.items() if kind != "redis" for name in names)
-# The pairs with a connection, which a cut parts.
-PAIRS = (
-    *(("learner-0", generator) for generator in GENERATORS),
-    ("coordinator-0", "learner-0"),
-    *((name, "redis") for name in SERVICES),
-)
-STOP_S, CUT_S, FULL_S, HANG_S, CLOCK_S = 20.0, 8.0, 8.0, 5.0, 8.0
-CLOCK_BACK_S = 600.0
+REDIS, ALL = "redis", "all"
+STOP_S, CUT_S, FULL_S, HANG_S, CLOCK_S, SLOW_S, LOST_S = 35.0, 8.0, 8.0, 5.0, 8.0, 30.0, 5.0
+# How far the wall clock moves.
+CLOCK_MOVES_S = {"clock back": -3600.0, "clock forward": 3600.0}
 _LONGEST_PAUSE_S = 1.5
 
 
@@ -35,7 +30,7 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: A verb and its object; for `kill` and `stop`, a kind of process.
+        kind: A verb and its object, such as a kind of process.
         targets: The processes that it strikes.
         lasts_s: Its duration; 0 for an instant.
         pause_s: Time after the recovery from the fault before.
@@ -52,31 +47,54 @@ class Fault:
         return self.kind.partition(" ")[0]
 
 
-def kinds(*, cuts: bool = True, disks: bool = True) -> list[str]:
-    """Every kind of fault; only root can cut a network and fill a disk of its own."""
-    always = [f"{verb} {process}" for verb in ("kill", "stop") for process in PROCESSES]
-    always += ["flush redis", "corrupt push", "hang reward", "clock back"]
-    return always + ["cut network"] * cuts + ["fill disk"] * disks
+def services(processes: Processes) -> tuple[str, ...]:
+    """The names of all processes but Redis."""
+    return tuple(name for kind, names in processes.items() if kind != REDIS for name in names)
 
 
-def round_of(seed: int, number: int, among: list[str]) -> list[Fault]:
+def kinds(processes: Processes = PROCESSES, *, cuts: bool = True, disks: bool = True) -> list[str]:
+    """Every kind of fault; only root can cut a network, and fill or stop a disk of its own."""
+    always = [f"{verb} {process}" for verb in ("kill", "stop") for process in processes]
+    always += [
+        f"{verb} {process}" for verb in ("drop replies", "close client") for process in processes if process != REDIS
+    ]
+    always += ["stop all", "flush redis", "corrupt push", "hang reward", *CLOCK_MOVES_S]
+    return always + ["cut network"] * cuts + ["fill disk", "slow disk"] * disks
+
+
+def round_of(seed: int, number: int, among: list[str], processes: Processes = PROCESSES) -> list[Fault]:
     """Each kind once, in an order and against targets that follow from seed and round."""
     drawn = random.Random(f"{seed}:{number}")
     order = drawn.sample(among, len(among))
-    return [_fault(kind, drawn) for kind in order]
+    return [_fault(kind, drawn, processes) for kind in order]
 
 
-def _fault(kind: str, drawn: random.Random) -> Fault:
-    verb, _, process = kind.partition(" ")
+def _fault(kind: str, drawn: random.Random, processes: Processes) -> Fault:
+    verb, _, thing = kind.partition(" ")
+    process = thing.rpartition(" ")[2]
+
+    def any_of(names: tuple[str, ...]) -> tuple[str, ...]:
+        return (drawn.choice(names),)
+
     draws: dict[str, Callable[[], tuple[tuple[str, ...], float]]] = {
-        "kill": lambda: ((drawn.choice(PROCESSES[process]),), 0.0),
-        "stop": lambda: ((drawn.choice(PROCESSES[process]),), STOP_S),
-        "flush": lambda: (("redis",), 0.0),
-        "corrupt": lambda: ((drawn.choice(GENERATORS),), 0.0),
+        "kill": lambda: (any_of(processes[process]), 0.0),
+        "stop": lambda: ((ALL,) if process == ALL else any_of(processes[process]), STOP_S),
+        "flush": lambda: ((REDIS,), 0.0),
+        "corrupt": lambda: (any_of(processes["generation"]), 0.0),
         "hang": lambda: ((), HANG_S),
-        "clock": lambda: ((drawn.choice(SERVICES),), CLOCK_S),
-        "cut": lambda: (drawn.choice(PAIRS), CUT_S),
+        "clock": lambda: (any_of(services(processes)), CLOCK_S),
+        "drop": lambda: (any_of(processes[process]), LOST_S),
+        "close": lambda: (any_of(processes[process]), LOST_S),
+        "cut": lambda: (drawn.choice(_pairs(processes)), CUT_S),
         "fill": lambda: ((), FULL_S),
+        "slow": lambda: ((), SLOW_S),
     }
     targets, lasts_s = draws[verb]()
     return Fault(kind, targets, lasts_s, drawn.uniform(0.0, _LONGEST_PAUSE_S))
+
+
+def _pairs(processes: Processes) -> list[tuple[str, str]]:
+    """The pairs with a connection, which a cut parts."""
+    (learner,), (coordinator,) = processes["learner"], processes["coordinator"]
+    pushes = [(learner, generator) for generator in processes["generation"]]
+    return [*pushes, (coordinator, learner), *((name, REDIS) for name in services(processes))]

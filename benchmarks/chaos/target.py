@@ -14,6 +14,7 @@ import time
 from asyncio.subprocess import Process
 from collections import Counter
 from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,15 @@ import psutil
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from benchmarks.chaos.faulty_service import VARIABLE
+from benchmarks.chaos.harness.disk import small_disk
+from benchmarks.chaos.harness.faulty_service import VARIABLE
+from benchmarks.chaos.harness.launcher import IS_SIMULATED, PLACES, Place
+from benchmarks.chaos.harness.network import Network
+from benchmarks.chaos.harness.redis_proxy import REDIS_HOST, Route, command
 from benchmarks.chaos.invariants import FinishedRun
-from benchmarks.chaos.network import Network, call
-from benchmarks.chaos.schedule import GENERATORS, SERVICES, Fault
+from benchmarks.chaos.schedule import ALL, REDIS, Fault, services
+from benchmarks.chaos.workloads import SIMULATED, Workload
+from benchmarks.harness.child_process import process_tree
 from benchmarks.harness.workload import write_merged
 from benchmarks.simulated.settings import Settings
 from gspo.cli.processes.redis_server import free_port, redis_command, write_password
@@ -41,32 +47,27 @@ _SECRET = "a-secret-of-the-chaos"  # noqa: S105 - of a Redis for minutes
 # A signal stops the run long before this.
 _ENDLESS = 1_000_000
 _STEPS_AFTERWARDS = 3
-_DISK_MB = 256
-_START_S, _END_S = 150.0, 120.0
+_DISK_MB = 512
+_START_S, _END_S = 300.0, 180.0
+_LOOK_EVERY_S = 0.5
 # Steps after a fault until the run counts as well again: the first may have been in flight.
 _STEPS_UNTIL_WELL = 2
-SIMULATED = Settings(
+SIMULATION = Settings(
     decode_s=0.01, decode_s_per_request=1e-4, length_median=16, length_sigma=0.6, train_s=0.15, load_s=0.02
 )
-# It hangs while a file is there: `reads` lets the sandbox see it.
-_REWARD = """
-import os, time
-def reward(prompts, completions, **columns):
-    if os.path.exists({file!r}):
-        time.sleep(3600)
-    return [float(c[0]["content"][:1] < "P") for c in completions]
-"""
+_PROXY, _PROXY_SOURCES = "redis-proxy", "127.0.0.{}"
+# Of the services, those without a gRPC server.
+_WITHOUT_GRPC = ("coordinator", "gateway", "agents")
 
 
 class RunUnderTest:
-    """One run, from its start to its end by itself.
+    """One run, from its start to its end.
 
     Args:
-        folder: Everything is in it; the run directory is on a disk of its own where there is a network.
-        with_network: False leaves all processes on loopback, as `gspo run` does, and the disk as it is.
-        lasts_s: Seconds of training after which the run ends by itself; None ends it by Ctrl-C, a resume, and the last
-            of a few steps.
-        sections: Of the configuration, whose keys go over those here.
+        folder: Everything is in it.
+        with_network: Puts each process into a network of its own; else all are on loopback, as in `gspo run`.
+        with_disk: Puts the run directory on a small disk of its own; by default where there is a network.
+        sections: Of the configuration, whose keys go over those of the workload.
     """
 
     def __init__(
@@ -75,12 +76,15 @@ class RunUnderTest:
         seed: int,
         *,
         with_network: bool,
-        lasts_s: float | None = None,
+        with_disk: bool | None = None,
+        workload: Workload = SIMULATED,
         sections: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        self._lasts_s, self._sections = lasts_s, sections or {}
+        self.workload, self._sections = workload, {**workload.sections, **(sections or {})}
+        self.services = services(workload.processes)
         self.folder, self.faults, self._seed = folder, folder / "faults", seed
-        self.network = Network(SERVICES) if with_network else None
+        self.network = Network(self.services) if with_network else None
+        self._has_disk = with_network if with_disk is None else with_disk
         self.disk = folder / "disk"
         self.run_dir, self.keys = self.disk / NAME, Keys(NAME)
         self.longest: Counter[str] = Counter()
@@ -93,12 +97,11 @@ class RunUnderTest:
             folder.mkdir(parents=True, exist_ok=True)
         if self.network:
             self._resources.enter_context(self.network.up())
-            call("mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(self.disk))
-            self._resources.callback(call, "umount", "-l", str(self.disk))
+        if self._has_disk:
+            self._resources.enter_context(small_disk(self.disk, _DISK_MB))
+        self._write_files()
         await self._start_redis()
-        self._write_config(
-            {"total_steps": _ENDLESS} if self._lasts_s is None else {"total_hours": self._lasts_s / 3600}
-        )
+        self._write_config(_ENDLESS)
         self._resources.push_async_callback(self._end_by_force)
         await self._start_run()
         return self
@@ -119,15 +122,29 @@ class RunUnderTest:
 
     def pid(self, name: str) -> int | None:
         """The process of this name that runs; None while there is none."""
-        if name == "redis":
-            return self._supervisor.children["redis"].pid
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if "--name" in words and words[words.index("--name") + 1] == name and str(self.run_dir) in words:
+        return self._supervisor.children[REDIS].pid if name == REDIS else self._running().get(name)
+
+    def pids(self, name: str) -> list[int] | None:
+        """The process of this name with its children, or all processes of the run; None while there is none."""
+        parents = [self._cli.pid if self._cli else None, self.pid(REDIS)] if name == ALL else [self.pid(name)]
+        running = [pid for pid in parents if pid is not None]
+        return [process.pid for pid in running for process in process_tree(pid)] or None
+
+    def redis_source(self, name: str) -> str:
+        """The address from which Redis sees a service."""
+        return _PROXY_SOURCES.format(10 + self.services.index(name))
+
+    def _running(self) -> dict[str, int]:
+        """The processes of this run by name."""
+        running: dict[str, int] = {}
+        with suppress(psutil.Error):
+            # Not deeper: a fork has the command line of its parent.
+            for process in psutil.Process(self._cli.pid).children() if self._cli else ():
                 with suppress(psutil.Error):
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        return int(process.pid)
-        return None
+                    words = process.cmdline()
+                    if "--name" in words and str(self.run_dir) in words:
+                        running[words[words.index("--name") + 1]] = process.pid
+        return running
 
     async def wait_until_well(self, since_step: int, timeout_s: float) -> str:
         """Empty once every process runs, every generator has the newest weights and steps follow; else the problem."""
@@ -137,11 +154,11 @@ class RunUnderTest:
                 return f"`gspo run` ended with exit code {self._cli.returncode}"
             if time.monotonic() > deadline:
                 return problem
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(_LOOK_EVERY_S)
         return ""
 
     async def finish(self) -> FinishedRun:
-        """Wait until the run ends by itself, or end it; its remains."""
+        """End the run by Ctrl-C, resume it, and wait for the last of a few steps; its remains."""
         exit_code = await self._end()
         if self._watching is not None and self._watching.done():
             self._watching.result()  # raises the error that ended it
@@ -164,11 +181,9 @@ class RunUnderTest:
 
     async def _end(self) -> int:
         assert self._cli is not None
-        if self._lasts_s is not None:
-            return await asyncio.wait_for(self._cli.wait(), self._lasts_s + _END_S)
         self._cli.send_signal(signal.SIGINT)
         stopped = await asyncio.wait_for(self._cli.wait(), _END_S)
-        self._write_config({"total_steps": self.step + _STEPS_AFTERWARDS})
+        self._write_config(self.step + _STEPS_AFTERWARDS)
         await self._start_run("--resume")
         ended = await asyncio.wait_for(self._cli.wait(), _START_S + _END_S)
         # The first was stopped by the user, which has a code of its own.
@@ -181,24 +196,29 @@ class RunUnderTest:
             instances = {instance.name: instance for instance in await list_instances(self.redis, self.keys)}
         except (RedisError, OSError) as error:
             return f"Redis: {error}"
-        for name in SERVICES:
-            is_open = name in instances and (instances[name].grpc or name.startswith("coordinator"))
-            if not is_open or instances[name].pid != self.pid(name):
+        running = self._running()
+        for name in self.services:
+            is_open = name in instances and (instances[name].grpc or name.startswith(_WITHOUT_GRPC))
+            if not is_open or instances[name].pid != running.get(name):
                 return f"{name} does not run"
         known = instances["learner-0"].facts["generators"]
+        num_generators = len(self.workload.processes["generation"])
         behind = [replica["name"] for replica in known if replica["state"] == "out" or replica["num_failures"]]
-        return f"generators: {behind or known}" if len(known) < len(GENERATORS) or behind else ""
+        return f"generators: {behind or known}" if len(known) < num_generators or behind else ""
 
     async def _start_redis(self) -> None:
-        port, address = free_port(), self.network.outside if self.network else "127.0.0.1"
+        port = free_port()
         data = self.disk / "redis"
         data.mkdir()
-        command = redis_command(address, port, data, write_password(data, _SECRET))
+        started = redis_command(REDIS_HOST, port, data, write_password(data, _SECRET))
         self._supervisor = await self._resources.enter_async_context(
             ProcessSupervisor(self.folder / "logs", 1000, print)
         )
-        self._supervisor.start([Program("redis", tuple(command))])
-        self.redis_url = f"redis://{address}:{port}/0"
+        outside = self.network.outside if self.network else REDIS_HOST
+        self._routes = [Route(name, outside, free_port(), self.redis_source(name)) for name in self.services]
+        proxy = Program(_PROXY, command(self.faults, self._routes, port))
+        self._supervisor.start([Program(REDIS, tuple(started)), proxy])
+        self.redis_url = f"redis://{REDIS_HOST}:{port}/0"
         self.redis = Redis.from_url(
             self.redis_url, protocol=2, password=_SECRET, socket_timeout=2, socket_connect_timeout=2
         )
@@ -223,14 +243,22 @@ class RunUnderTest:
 
     async def _start_run(self, *options: str) -> None:
         config = str(self.folder / "config.yaml")
-        words = [sys.executable, "-m", "benchmarks.chaos.launcher", config, "--plain", *options]
+        words = [sys.executable, "-m", "benchmarks.chaos.harness.launcher", config, "--plain", *options]
         network = self.network
-        places = {name: (network.address(name), network.inside(name, ())) for name in SERVICES} if network else {}
+        places = {
+            route.name: Place(
+                network.address(route.name) if network else "",
+                network.inside(route.name, ()) if network else (),
+                f"redis://{route.host}:{route.port}/0",
+            )
+            for route in self._routes
+        }
         environment = {
             **os.environ,
-            **SIMULATED.to_environment(),
+            **SIMULATION.to_environment(),
             VARIABLE: str(self.faults),
-            "GSPO_CHAOS_PLACES": json.dumps(places),
+            PLACES: json.dumps({name: asdict(place) for name, place in places.items()}),
+            IS_SIMULATED: "1" if self.workload.is_simulated else "",
             "OMP_NUM_THREADS": "1",
         }
         with (self.folder / "run.log").open("ab") as log:
@@ -245,13 +273,15 @@ class RunUnderTest:
             await self._cli.wait()
             await asyncio.sleep(1.0)
 
-    def _write_config(self, length: dict[str, float]) -> None:
-        if not (self.folder / "model").exists():
-            make_tiny_model(self.folder / "model", seed=3)
-            records = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}]} for n in range(40)]
-            (self.folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-            (self.folder / "reward.py").write_text(_REWARD.format(file=str(self.faults / "hang")))
-            (self.folder / "token").write_text(f"{_SECRET}\n")
+    def _write_files(self) -> None:
+        make_tiny_model(self.folder / "model", seed=3, scale=1.0 if self.workload.is_simulated else 3.0)
+        records = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}]} for n in range(40)]
+        (self.folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        for name, content in self.workload.files.items():
+            (self.folder / name).write_text(content.format(file=str(self.faults / "hang")))
+        (self.folder / "token").write_text(f"{_SECRET}\n")
+
+    def _write_config(self, total_steps: int) -> None:
         config: dict[str, Any] = {
             "name": NAME,
             "seed": self._seed,
@@ -275,10 +305,10 @@ class RunUnderTest:
             "generation": {"max_rollouts": 32, "replicas": 2, "push_timeout_s": 5.0, "kv_cache_gb": 0.01},
             "run": {
                 "directory": "disk",
-                **length,
+                "total_steps": total_steps,
                 "checkpoint_every": 10,
                 "start_timeout_s": _START_S,
-                "drain_timeout_s": 30.0,
+                "drain_timeout_s": 60.0,
             },
             "services": {
                 "redis_url": self.redis_url,

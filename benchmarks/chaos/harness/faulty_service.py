@@ -1,4 +1,4 @@
-"""A service process that takes faults from outside: `python -m benchmarks.chaos.faulty_service MODULE OPTIONS`.
+"""A service process that takes faults from outside: `python -m benchmarks.chaos.harness.faulty_service MODULE OPTIONS`.
 
 Faults are files that faults.py writes to the folder of GSPO_CHAOS, with the process's name behind a dash. `clock-NAME`
 holds seconds that are added to the time of day (never to the monotonic clock, which no administrator can set).

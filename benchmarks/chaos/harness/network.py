@@ -13,17 +13,19 @@ from contextlib import ExitStack, contextmanager, suppress
 # No process has this address, so packets to it are lost.
 _NOBODY = "02:00:00:00:00:fe"
 _DEVICE, _BRIDGE = "eth0", "bridge"
+_PREFIX, _MOST_NETWORKS = "gspo-chaos-", 250
 
 
 class Network:
     """Namespaces by process name; Redis and everything unnamed stay outside, at the bridge's address."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        # Namespaces are the machine's: another run of this beside has others.
-        self._own = os.getpid() % 250
-        self._outside_device, self._hub = f"gc{self._own}", f"gspo-chaos-{self._own}"
-        self._names = tuple(names)
-        self.outside = f"10.215.{self._own}.254"
+        self._names, self._own = tuple(names), -1
+
+    @property
+    def outside(self) -> str:
+        """The address of Redis and of everything unnamed."""
+        return f"10.215.{self._own}.254"
 
     def address(self, name: str) -> str:
         """Where a process listens."""
@@ -38,7 +40,7 @@ class Network:
         """Make it, and remove it afterwards."""
         with ExitStack() as opened:
             # The bridge has a namespace too: a firewall outside, such as Docker's, would drop what it carries.
-            _ip(f"netns add {self._hub}")
+            self._own = _claimed_number()
             opened.callback(_ip, f"netns del {self._hub}")
             _ip(f"-n {self._hub} link add {_BRIDGE} type bridge")
             _ip(f"-n {self._hub} link set {_BRIDGE} up")
@@ -71,11 +73,37 @@ class Network:
             with suppress(RuntimeError):
                 _ip(f"{where} neigh del {self.address(peer)} dev {device}")
 
+    @property
+    def _hub(self) -> str:
+        return f"{_PREFIX}{self._own}"
+
+    @property
+    def _outside_device(self) -> str:
+        return f"gc{self._own}"
+
     def _place(self, name: str) -> tuple[str, str]:
         return (f"-n {self._space(name)}", _DEVICE) if name in self._names else ("", self._outside_device)
 
     def _space(self, name: str) -> str:
-        return f"gspo-chaos-{self._own}-{name}"
+        return f"{self._hub}-{name}"
+
+
+def _claimed_number() -> int:
+    """A number that no other network of this machine has, with the namespace of its bridge.
+
+    Raises:
+        RuntimeError: There is none, or namespaces cannot be made.
+    """
+    for attempt in range(_MOST_NETWORKS):
+        number = (os.getpid() + attempt) % _MOST_NETWORKS
+        try:
+            _ip(f"netns add {_PREFIX}{number}")
+        except RuntimeError as error:
+            if "exists" not in str(error):
+                raise
+        else:
+            return number
+    raise RuntimeError(f"{_MOST_NETWORKS} namespaces are called {_PREFIX}NUMBER; remove those that no run uses")
 
 
 def call(*words: str) -> None:
