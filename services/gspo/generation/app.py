@@ -48,7 +48,10 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
         await asyncio.to_thread(check, config)
     folder = model_folder(config.model)
     activity.set("busy", "reading the weights")
-    copies = await asyncio.to_thread(PolicyCopies.from_folder, folder, config.generation.dtype)
+    trusted = config.model.trust_remote_code
+    copies = await asyncio.to_thread(
+        PolicyCopies.from_folder, folder, config.generation.dtype, trust_remote_code=trusted
+    )
     async with cards_of(service):
         # The engine's processes import, load the model and answer a first request before it returns.
         activity.set("busy", "starting vLLM", "and loading the model into it")

@@ -15,6 +15,7 @@ from gspo.common.config.engines import GenerationConfig
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.support.tiny_model import make_tiny_model
+from tests.support.weights import store_tied_head
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,11 @@ class SharedEngine:
 
 @asynccontextmanager
 async def running_engine(root: Path, **generation: Any) -> AsyncIterator[SharedEngine]:
-    """An engine with a small peaked policy, which ends with the block."""
-    folder = make_tiny_model(root, seed=1, scale=4.0)
+    """An engine with a small peaked policy, which ends with the block.
+
+    Its file also holds the tied output layer, as published Qwen3 models' do; the files of later versions do not.
+    """
+    folder = store_tied_head(make_tiny_model(root, seed=1, scale=4.0))
     copies = PolicyCopies.from_folder(folder, "float32")
     keys = GenerationConfig(max_rollouts=64, kv_cache_gb=0.25, **generation)
     engine = await Engine.start(engine_arguments(folder, keys, max_model_len=512))

@@ -86,6 +86,15 @@ def test_pickled_weights_only_when_asked_for(folder: Path) -> None:
     check(make_config(folder, model={"path": str(folder), "allow_pickle": True}))
 
 
+def test_quantized_weights_are_refused_by_their_method(folder: Path) -> None:
+    edit(folder / "config.json", quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    error = refused(folder)
+    assert "holds quantized weights (mxfp4, by its quantization_config)" in error.rule
+    assert "Mxfp4Config(dequantize=True)" in error.fix
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq"})
+    assert refused(folder).fix == "Take the model's unquantized weights"
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model(folder: Path) -> None:
     edit(folder / "config.json", vocab_size=98)
     assert "token ids up to 98, the model a vocabulary of 98" in refused(folder).rule

@@ -19,6 +19,10 @@ class LoadFailedError(RuntimeError):
     """The new weights did not load; the old ones are back and serve under their old version."""
 
 
+class WrongTensorsError(LoadFailedError):
+    """The new weights lack a tensor that the model loads: every further version of their sender would lack it too."""
+
+
 @dataclass(frozen=True)
 class EngineSampling:
     """How to sample one answer. top_p, top_k and min_p other than off bias a training ratio; evaluation may."""

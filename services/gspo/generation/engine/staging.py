@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors import safe_open
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, free_memory
 from gspo.common.weights import Packed, UnpackError, apply_changes, policy_digest
+from gspo.generation.engine.tied_heads import tied_heads
 
 # Cache lines; also more than any dtype's own alignment.
 _ALIGNMENT = 64
@@ -34,7 +34,11 @@ _BITS: Mapping[str, type[np.unsignedinteger[Any]]] = {
 
 
 class StagingError(ValueError):
-    """A frame does not fit this policy: an unknown tensor, a position beyond its end, a wrong width."""
+    """A frame does not fit this policy, for example its changes do not unpack."""
+
+
+class ModelMismatchError(StagingError):
+    """A frame is of another model's policy: every further push of its sender would be refused too."""
 
 
 @dataclass(frozen=True)
@@ -151,17 +155,19 @@ class PolicyCopies:
         self.staged = PolicyCopy(self.places, end)
 
     @classmethod
-    def from_folder(cls, folder: Path, dtype: str) -> PolicyCopies:
+    def from_folder(cls, folder: Path, dtype: str, *, trust_remote_code: bool = False) -> PolicyCopies:
         """The policy of a model folder, cast as vLLM casts it at start, so that version 0 has a digest.
 
         Raises:
             FileNotFoundError: The folder has no safetensors or no config.json.
+            InputError: config.json ties an output layer that the files hold with other values.
         """
+        left_out = tied_heads(folder, trust_remote_code=trust_remote_code)
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, part in _checkpoint_tensors(folder):
+        for name, part in _checkpoint_tensors(folder, left_out):
             shapes[name] = tuple(part.get_slice(name).get_shape())
         copies = cls(shapes, dtype)
-        for name, part in _checkpoint_tensors(folder):
+        for name, part in _checkpoint_tensors(folder, left_out):
             copies.serving.bits(name)[:] = _cast_bits(part.get_tensor(name), dtype)
         return copies
 
@@ -206,26 +212,27 @@ class PolicyCopies:
     def _run(self, name: str, offset: int, num_elements: int) -> NDArray[np.unsignedinteger[Any]]:
         """A run of a staged tensor's elements."""
         if name not in self.places:
-            raise StagingError(f"weights: no tensor {name!r} in this model: sender and receiver hold different models")
+            raise ModelMismatchError(
+                f"weights: no tensor {name!r} in this model: sender and receiver hold different models"
+            )
         in_all = self.places[name].num_elements
         if offset + num_elements > in_all:
-            raise StagingError(
+            raise ModelMismatchError(
                 f"weights: {name} has {in_all} elements; {num_elements} from {offset} on reach beyond its end: sender "
                 "and receiver hold different models"
             )
         return self.staged.bits(name)[offset : offset + num_elements]
 
 
-def _checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """(name, open safetensors file) of every tensor of the folder that the policy has, in a fixed order."""
-    config = json.loads((folder / "config.json").read_text())
+def _checkpoint_tensors(folder: Path, left_out: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """(name, open safetensors file) of every tensor of the folder that the policy may have, in a fixed order."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"model: {folder} has no .safetensors file; save the model with save_pretrained")
     for file in files:
         with safe_open(file, framework="pt") as part:
             for name in sorted(part.keys()):
-                if not (name == "lm_head.weight" and config.get("tie_word_embeddings", False)):
+                if name not in left_out:
                     yield name, part
 
 

@@ -39,11 +39,12 @@ from gspo.generation.engine.api import (
     LoadTimes,
     OnUpdate,
     Tokens,
+    WrongTensorsError,
 )
 from gspo.generation.engine.process import CPU_ENVIRONMENT, ForkedProcess
 from gspo.generation.engine.staging import PolicyCopies, PolicyCopy
 from gspo.generation.engine.vllm_requests import completion_of, cut_by, drafts_of, sampling_params, version_of_each
-from gspo.generation.engine.weights import BACKEND
+from gspo.generation.engine.weights import BACKEND, MISSING
 
 # On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
 # spins for its answers on the other. One process needs no hop, no spinning, and one import less at the start. It is
@@ -288,9 +289,8 @@ class Engine:
 
     def _loaded(self, failure: Exception | None, version: int, times: LoadTimes) -> LoadTimes:
         if failure is not None:
-            raise LoadFailedError(
-                f"version {version} did not load, version {self.version} serves on: {failure}"
-            ) from failure
+            kind = WrongTensorsError if MISSING in str(failure) else LoadFailedError
+            raise kind(f"version {version} did not load, version {self.version} serves on: {failure}") from failure
         return times
 
     async def _try_weights(self, policy: PolicyCopy, version: str) -> Exception | None:

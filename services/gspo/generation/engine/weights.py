@@ -28,8 +28,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from gspo.common.host.bfloat16_products import use_float32_products
+from gspo.generation.engine.direct_writes import DirectWrites
+from gspo.generation.engine.tied_heads import EMBEDDING
 
 BACKEND = "gspo"
+# The refusal of a policy that is not the whole of the model, in the text that comes out of vLLM's process.
+MISSING = "weights: the push has no tensor"
 # Beginnings of vLLM's warnings that follow from our own settings or hold for every CPU. In the log of every healthy run
 # they would hide the warnings that matter.
 _EXPECTED = (
@@ -53,9 +57,9 @@ _EXPECTED = (
     "min_p and logit_bias parameters won't work with speculative decoding",
     "Async scheduling not supported with ngram-based",
     "max_num_scheduled_tokens is set to",
-    # After every push: its table is computed, and no checkpoint holds it.
-    "RotaryEmbedding: Failed to load weights",
 )
+# Their ends. After every push, of all kinds of them: the table is computed, and no checkpoint holds it.
+_EXPECTED_ENDS = ("RotaryEmbedding: Failed to load weights",)
 
 
 @dataclass
@@ -112,10 +116,11 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
     def receive_weights(self, update_info: SharedPolicy) -> None:
         """Load all tensors of the policy. On any error the model is left ready for a whole new load, not serving."""
         try:
-            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-            self.model.load_weights(_with_head(_mapped_tensors(update_info.path, update_info.tensors), tied))
-            _refuse_untouched_layers(self.model)
-            _refuse_missing_tensors(self.model, update_info)
+            tensors = _mapped_tensors(update_info.path, update_info.tensors)
+            with DirectWrites(self.model):
+                self.model.load_weights(_with_head(tensors, self._is_tied))
+                _refuse_untouched_layers(self.model)
+                _refuse_missing_tensors(self.model, update_info)
         except BaseException:
             self._abandon()
             raise
@@ -126,6 +131,17 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
 
     def shutdown(self) -> None:
         """Nothing to close."""
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether the policy has no output layer of its own.
+
+        If a tied model's files hold one, vLLM takes the tie out of the configuration, and ties again after the load.
+        Its values are equal: the check before the start refuses others.
+        """
+        config = self.model_config
+        named = getattr(config.hf_text_config, "tie_word_embeddings", False)
+        return bool(named or config.word_embeddings_untied_by_checkpoint)
 
     def _abandon(self) -> None:
         """Forget the tensors of a failed load: kept, they would count as loaded in the next one."""
@@ -153,7 +169,7 @@ def _with_head(tensors: Iterator[tuple[str, torch.Tensor]], tied: bool) -> Itera
     """
     for name, tensor in tensors:
         yield name, tensor
-        if tied and name.endswith("embed_tokens.weight"):
+        if tied and EMBEDDING.search(name):
             yield "lm_head.weight", tensor
 
 
@@ -179,7 +195,7 @@ def _refuse_untouched_layers(model: torch.nn.Module) -> None:
         info = get_layerwise_info(layer)
         has_weights = next(layer.parameters(recurse=False), None) is not None
         if has_weights and info.can_load() and info.load_numel == 0:
-            raise RuntimeError(f"weights: the push has no tensor for layer {name}")
+            raise RuntimeError(f"{MISSING} for layer {name}")
 
 
 def _refuse_missing_tensors(model: torch.nn.Module, policy: SharedPolicy) -> None:
@@ -196,7 +212,7 @@ def _refuse_missing_tensors(model: torch.nn.Module, policy: SharedPolicy) -> Non
     for name, tensor in _mapped_tensors(policy.path, policy.absent):
         load_weights([(name, tensor)])
         if [info.load_numel for info in layers] != before:
-            raise RuntimeError(f"weights: the push has no tensor {name!r}, which this model loads")
+            raise RuntimeError(f"{MISSING} {name!r}, which this model loads")
 
 
 def register() -> None:
@@ -211,7 +227,8 @@ class ExpectedWarningFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is to be written."""
-        return record.levelno != logging.WARNING or not record.getMessage().startswith(_EXPECTED)
+        text = record.getMessage()
+        return record.levelno != logging.WARNING or not (text.startswith(_EXPECTED) or text.endswith(_EXPECTED_ENDS))
 
 
 def filter_expected_warnings() -> None:

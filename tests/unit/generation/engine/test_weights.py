@@ -27,9 +27,10 @@ def test_only_the_warnings_of_every_healthy_run_are_dropped(handler: logging.Str
     assert len(handler.filters) == 1
     log = logging.getLogger("vllm.config")
     log.warning("Triton is not installed. triton-cpu is expected on %s CPUs.", "x86")
-    log.warning("The KV cache is nearly full")
+    log.warning("%s: Failed to load weights", "YaRNScalingRotaryEmbedding")
+    log.warning("%s: Failed to load weights", "QKVParallelLinear")
     log.error("Triton is not installed, and this cannot go on")
     assert handler.stream.getvalue().splitlines() == [
-        "The KV cache is nearly full",
+        "QKVParallelLinear: Failed to load weights",
         "Triton is not installed, and this cannot go on",
     ]
