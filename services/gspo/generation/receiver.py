@@ -94,7 +94,7 @@ class Receiver:
         """
         if limit_s is None:
             raise PushRefusedError(
-                grpc.StatusCode.INVALID_ARGUMENT, "a push needs a deadline: set a timeout on the call"
+                grpc.StatusCode.FAILED_PRECONDITION, "a push needs a deadline: set a timeout on the call"
             )
         began = time.monotonic()
         header = await _header(frames)
@@ -232,10 +232,10 @@ class Receiver:
         self._check_run(header)
         num_bytes = self._copies.num_bytes
         if header.dtype != self._config.dtype:
-            raise _precondition(f"this generator serves {self._config.dtype}, not {header.dtype}")
+            raise _mismatch(f"this generator serves {self._config.dtype}, not {header.dtype}")
         # Fewer are no mismatch: a folder may hold tensors that the architecture ignores. The engine refuses the others.
         if header.num_tensors > len(self._copies.places) or header.num_bytes > num_bytes:
-            raise _precondition(
+            raise _mismatch(
                 f"the push has {header.num_tensors} tensors of {header.num_bytes} bytes, and the model folder of this "
                 f"generator {len(self._copies.places)} of {num_bytes}: sender and receiver hold different models"
             )
@@ -249,10 +249,15 @@ def _precondition(reason: str) -> PushRefusedError:
     return PushRefusedError(grpc.StatusCode.FAILED_PRECONDITION, reason)
 
 
+def _mismatch(reason: str) -> PushRefusedError:
+    """A refusal for good: every push of this sender would be refused."""
+    return PushRefusedError(grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+
 async def _header(frames: AsyncIterator[WeightFrame]) -> PushHeader:
     first = await anext(aiter(frames), None)
     if first is None or first.WhichOneof("what") != "header":
-        raise PushRefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a push begins with its header")
+        raise _precondition("a push begins with its header")
     return first.header
 
 

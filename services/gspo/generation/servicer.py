@@ -14,8 +14,8 @@ from gspo.common.network.grpc_server import ADMITTED, refuse_message
 from gspo.common.service.app import Service
 from gspo.common.streams.entries import MalformedEntryError, check_message
 from gspo.common.telemetry import metrics
-from gspo.generation.engine.api import EngineBrokenError, EngineLike, LoadFailedError
-from gspo.generation.engine.staging import PolicyCopies, StagingError
+from gspo.generation.engine.api import EngineBrokenError, EngineLike, LoadFailedError, WrongTensorsError
+from gspo.generation.engine.staging import ModelMismatchError, PolicyCopies, StagingError
 from gspo.generation.loop import GenerationLoop
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
@@ -148,4 +148,6 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
 def _status(error: Exception) -> grpc.StatusCode:
     if isinstance(error, PushRefusedError):
         return error.status
-    return grpc.StatusCode.INVALID_ARGUMENT if isinstance(error, StagingError) else grpc.StatusCode.INTERNAL
+    if isinstance(error, ModelMismatchError | WrongTensorsError):
+        return grpc.StatusCode.INVALID_ARGUMENT
+    return grpc.StatusCode.DATA_LOSS if isinstance(error, StagingError) else grpc.StatusCode.INTERNAL

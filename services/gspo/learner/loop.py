@@ -138,6 +138,7 @@ class Learner:
             while not (reason := self._reason_to_end()):
                 self.checkpoints.raise_error()
                 batch = await self.intake.next_batch(self._trained_version, self._is_interrupted)
+                self._raise_refusal()
                 if batch is not None:
                     with in_step(batch.step):
                         await self._step(batch)
@@ -175,7 +176,17 @@ class Learner:
     def _is_interrupted(self) -> bool:
         """Whether the run's end, a request for a checkpoint, or something that failed comes before the next batch."""
         has_failed = self._finishing is not None and self._finishing.done() and bool(self._finishing.exception())
-        return has_failed or self.checkpoints.has_failed or bool(self._reason_to_end()) or self.checkpoints.is_requested
+        has_failed = has_failed or self.checkpoints.has_failed or bool(self.publisher.refusal)
+        return has_failed or bool(self._reason_to_end()) or self.checkpoints.is_requested
+
+    def _raise_refusal(self) -> None:
+        """End the run where no generator will ever take its weights: steps would train on rollouts of old ones.
+
+        Raises:
+            RunFailedError: Has the reasons of the generators.
+        """
+        if refusal := self.publisher.refusal:
+            raise RunFailedError(f"no generator takes the policy ({refusal}). Correct the cause and resume the run")
 
     async def _step(self, batch: Batch) -> None:
         """Log, acknowledge, train, record, publish: in this order, so that a kill anywhere loses nothing."""
@@ -289,7 +300,7 @@ class Learner:
 
     async def _hold(self, step: int) -> None:
         """Wait for the evaluations of the version before a step's."""
-        await self._gate.wait(step - 1, lambda: self._end.is_stopped)
+        await self._gate.wait(step - 1, lambda: self._end.is_stopped or bool(self.publisher.refusal))
         self._clock.end_phase(StepPhase.HOLD)
 
     async def _end_shift(self) -> None:
@@ -340,9 +351,14 @@ class Learner:
         self._service.activity.set("waiting", "coordinator", "the last evaluation")
         max_wait_s = self._gate.max_wait_s + self.publisher.push_limit_s
         # The coordinator may have issued groups before it heard that this is the end.
-        await self._end.wait_for_finished(max_wait_s, on_poll=self._settle_unused)
+        await self._end.wait_for_finished(max_wait_s, on_poll=self._settle_or_raise)
         # After a stop, a resume trains the rollouts in flight.
         await (self.tokens.record(version) if self._end.is_stopped else self.tokens.close(version))
+
+    async def _settle_or_raise(self) -> None:
+        await self._settle_unused()
+        if not self._end.is_stopped:  # a stop needs no live version
+            self._raise_refusal()
 
     async def _settle_unused(self) -> None:
         if not self._end.is_stopped:

@@ -33,6 +33,7 @@ from gspo_proto.rollout_pb2 import (
     Scored,
     StopRequested,
 )
+from tests.support.push_peers import generator
 from tests.support.service_process import assert_on_loopback_alone, registered, service_process, wait_exit
 from tests.support.training.learner_feed import NUM_ROLLOUTS, LearnerFeed, lines, run_of, scored
 
@@ -321,5 +322,12 @@ async def test_weights_that_are_not_finite_end_the_run_unpublished_and_a_lower_r
     config = run_of(tmp_path, algorithm=algorithm, run=run)
     with service_process("learner", config, redis_url, "--resume") as process:
         await feeder.event("training_done")
+        # Its end waits for a version to be live, and for no generator that can never have it: this one has two tensors.
+        async with generator(config, redis_url) as other:
+            finished = (await feeder.event("finished", num=2)).finished
+            assert finished.end == RUN_END_FAILED
+            assert f"no generator takes the policy (generation-0 ({other.address}): INVALID_ARG" in finished.reason
+            assert "sender and receiver hold different models). Correct the cause and resume" in finished.reason
+            assert await asyncio.to_thread(wait_exit, process, 20) == 0
     assert [line["version"] for line in lines(config, "policy.jsonl")] == [0, 1]
     assert (config.run_dir / "export" / "config.json").is_file()

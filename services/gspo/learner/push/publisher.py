@@ -127,6 +127,13 @@ class Publisher:
         return ""
 
     @property
+    def refusal(self) -> str:
+        """Why no generator will ever take this learner's policy; empty while one may."""
+        if not self._replicas or not all(replica.refuses for replica in self._replicas.values()):
+            return ""
+        return "; ".join(f"{replica.name}: {replica.problem}" for replica in self._replicas.values())
+
+    @property
     def push_limit_s(self) -> float:
         """Longest that a push of the newest version to a generator without any of it may take."""
         return self._queue.limit_s("full", self._full.target.num_bytes if self._full else 0)
@@ -257,7 +264,7 @@ class Publisher:
             return  # It took the version, and only its answer was lost.
         if base_digest and replica.digest != base_digest:
             return  # It has lost the version that the changes are to: another push is due at once.
-        if replica.fail(reason):
+        if replica.fail(reason, refuses=failure.status is grpc.StatusCode.INVALID_ARGUMENT):
             log.error("generator_out", generator=replica.name, num_failures=replica.num_failures, reason=reason)
 
     async def _refresh(self, replica: GeneratorReplica) -> str:

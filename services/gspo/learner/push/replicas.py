@@ -47,6 +47,7 @@ class GeneratorReplica:
         pushing: The push in flight.
         problem: Why the last push failed.
         num_failures: Pushes that failed since the last that succeeded.
+        refuses: Whether it has refused this learner's policy as that of another model.
         not_before_s: When the next push may begin, by time.monotonic.
         behind_since_unix_s: When it was first seen without the newest version; None while it has it.
 
@@ -58,7 +59,7 @@ class GeneratorReplica:
         self.instance, self._channel, self._metadata = instance, channel, metadata
         self.version, self.digest = int(instance.facts["version"]), str(instance.facts["digest"])
         self.pushing: asyncio.Task[None] | None = None
-        self.problem, self.num_failures, self.not_before_s = "", 0, 0.0
+        self.problem, self.num_failures, self.not_before_s, self.refuses = "", 0, 0.0, False
         self.behind_since_unix_s: float | None = None
 
     @property
@@ -134,12 +135,13 @@ class GeneratorReplica:
         """It serves the newest version; whether it was out until now."""
         was_out = self.state == "out"
         self.problem, self.num_failures, self.not_before_s, self.behind_since_unix_s = "", 0, 0.0, None
+        self.refuses = False
         return was_out
 
-    def fail(self, problem: str) -> bool:
+    def fail(self, problem: str, *, refuses: bool = False) -> bool:
         """A push failed: the next waits, the longer the more have failed; whether this one put it out."""
         was_out = self.state == "out"
-        self.problem = problem
+        self.problem, self.refuses = problem, refuses
         self.num_failures += 1
         self.not_before_s = time.monotonic() + min(_FIRST_PAUSE_S * 2.0 ** (self.num_failures - 1), _LONGEST_PAUSE_S)
         return self.state == "out" and not was_out
