@@ -40,7 +40,7 @@ class HttpStreams:
         """Exchange messages; the session ends with the block."""
         timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
         transport = _BoundedTransport(self)
-        # Not compressed: a small answer could unpack to more than the limit.
+        # Not compressed: a small answer could unpack to more than the limit. Another encoding is refused.
         headers = {**server_header(), "accept-encoding": "identity"}
         async with (
             httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport) as client,
@@ -77,8 +77,12 @@ class _BoundedTransport(httpx2.AsyncHTTPTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         answer = await super().handle_async_request(request)
         self._streams.on_answer(request, answer)
+        assert isinstance(answer.stream, httpx2.AsyncByteStream)  # noqa: S101 - of an asynchronous transport
+        if (encoding := answer.headers.pop("content-encoding", "identity").lower()) != "identity":
+            answer.stream = _RefusedStream(answer.stream, f"the result is encoded as {encoding}, against the request")
+            answer.headers["content-type"] = "application/json"  # the client reads it whole, and so meets the refusal
+            return answer
         if not answer.headers.get("content-type", "").lower().startswith("text/event-stream"):  # that has its own limit
-            assert isinstance(answer.stream, httpx2.AsyncByteStream)  # noqa: S101 - of an asynchronous transport
             answer.stream = _BoundedStream(answer.stream)
         return answer
 
@@ -97,3 +101,13 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._inner.aclose()
+
+
+class _RefusedStream(_BoundedStream):
+    def __init__(self, inner: httpx2.AsyncByteStream, why: str) -> None:
+        super().__init__(inner)
+        self._why = why
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        raise httpx2.StreamError(self._why)
+        yield b""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from gspo.mcp_servers.server_program import ServerProgram
 from gspo.mcp_servers.stdio_streams import stdio_streams
 from gspo.reward.sandbox.launch import ConfinementLevel
 
-# A list of tools that never ends must not fill the memory; no prompt describes as many.
-_MOST_TOOLS = 1000
+# A list of tools that never ends must fill neither memory nor time; no prompt describes as many.
+_MOST_TOOLS, _MOST_PAGES = 1000, 100
 _CLOSE_S = 10.0
 # The client's library gives a call's own limit back as an error; this is beyond it.
 _LATER_S = 5.0
@@ -102,15 +103,20 @@ class McpConnection:
         Raises:
             ServerTroubleError: It gives no list.
         """
-        tools, cursor = list[Tool](), None
-        while len(tools) < _MOST_TOOLS:
+        tools, cursor, place = list[Tool](), None, self._config.place
+        deadline_s = time.monotonic() + self._config.timeout_s
+        for _ in range(_MOST_PAGES):
             page = await self._ask(partial(_page, cursor=cursor))
             if isinstance(page, RefusedCall):
-                raise ServerTroubleError("exception", f"{self._config.place} lists no tools: {page.text}")
+                raise ServerTroubleError("exception", f"{place} lists no tools: {page.text}")
             tools, cursor = [*tools, *page.tools], page.next_cursor
+            if len(tools) > _MOST_TOOLS:
+                raise ServerTroubleError("output_too_large", f"{place} lists more than {_MOST_TOOLS} tools")
             if not cursor:
                 return tools
-        raise ServerTroubleError("output_too_large", f"{self._config.place} lists more than {_MOST_TOOLS} tools")
+            if time.monotonic() > deadline_s:
+                raise ServerTroubleError("timeout", f"{place} lists no end of tools in {self._config.timeout_s:g} s")
+        raise ServerTroubleError("output_too_large", f"{place} lists tools on more than {_MOST_PAGES} pages")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult | RefusedCall:
         """The result of a call, or why there is none.

@@ -47,6 +47,16 @@ async def test_requests_side_by_side_share_what_is_left(redis: Redis, keys: Keys
     assert await first.reserve(key, "e", 1, 1) == 0, "finished requests have them all"
 
 
+async def test_an_empty_secret_is_no_key(redis: Redis, keys: Keys, stores: list[SessionStore]) -> None:
+    session = await leased(redis, keys, stores[0])
+    name = session.key.rpartition(".")[0]
+    await stores[0].release(session.key)
+    assert await stores[0].reopen(name) == 2
+    for key in (f"{name}.", ".", "", name, "no-such."):
+        with pytest.raises(SessionLostError):
+            await stores[0].session(key)
+
+
 async def test_the_tokens_of_a_lost_gateway_are_free_again(
     redis: Redis, keys: Keys, stores: list[SessionStore]
 ) -> None:

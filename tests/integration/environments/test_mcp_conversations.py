@@ -208,6 +208,7 @@ def test_a_template_that_does_not_fit_is_refused(
     [
         (command("empty") | {"tools": []}, "environment.mcp", "lists no tool"),
         (command("wrong_list"), "environment.mcp.command", "lists no tools: the server's answer breaks the protocol"),
+        (command("empty_pages"), "environment.mcp.command", "lists tools on more than 100 pages"),
         (command("ends"), "environment.mcp.command", "its last words: it needs a key"),
         (command() | {"tools": ["ad"]}, "environment.mcp.tools.0", "Did you mean 'add'?"),
         (command() | {"reads": ["missing.py"]}, "environment.mcp.reads.0", "missing.py does not exist"),

@@ -7,6 +7,7 @@ test_mcp_conversations.py.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,25 @@ async def test_a_hostile_server_harms_no_more_than_its_call(kind: str, text_part
         processes = descendants()
         await sessions.close("a")
         assert await gone(processes)
+
+
+async def test_an_answer_that_unpacks_to_more_than_its_bytes_is_refused() -> None:
+    bomb = gzip.compress(bytes(2**28))
+    head = f"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-type: application/json\r\ncontent-length: {len(bomb)}"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(f"{head}\r\n\r\n".encode() + bomb)
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+    memory = psutil.Process().memory_info().rss
+    async with sessions_of({"url": address}) as sessions:
+        with pytest.raises(ServerTroubleError, match="encoded as gzip"):
+            await sessions.reset("a", {})
+    assert psutil.Process().memory_info().rss - memory < 2**26
+    server.close()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import pytest
 import pytest_asyncio
 from structlog.testing import capture_logs
 from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.datastructures import Headers
+from websockets.http11 import Request, Response
 
 from gspo.common.config.reward import EnvironmentConfig
 from gspo.generation.rollout.in_flight import InFlightRollout
@@ -174,6 +176,26 @@ async def test_a_hostile_message_fails_the_rollout_with_its_cause(
         assert await ended(openenv)
     assert rollout.episode.failure_kind == kind
     assert text in rollout.episode.failure
+
+
+@pytest.mark.parametrize("target", ["ws://127.0.0.1:{port}/inside", "http://[::1", "ws://a:99999/", "//x", ""])
+async def test_a_redirect_is_a_failed_rollout_and_is_not_followed(config: EnvironmentConfig, target: str) -> None:
+    visits = list[str]()
+
+    async def redirect(connection: ServerConnection, request: Request) -> Response:
+        visits.append(request.path)
+        location = target.format(port=connection.local_address[1])
+        return Response(302, "Found", Headers({"location": location, "content-length": "0", "connection": "close"}))
+
+    async with serve(OpenEnvGame(1).play, "127.0.0.1", 0, process_request=redirect) as server:
+        moved_away = config.model_copy(
+            update={"url": f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"}
+        )
+        async with remotes_of(moved_away) as remotes:
+            rollout = await played(driver_of(remotes, LinesEngine()), in_flight_of())
+    assert rollout.episode.failure_kind == "exception"
+    assert "answered HTTP 302, and a redirect is not followed" in rollout.episode.failure
+    assert visits == ["/ws"]
 
 
 async def test_without_a_field_the_policy_sees_the_whole_observation(config: EnvironmentConfig) -> None:

@@ -21,6 +21,8 @@ from gspo.common.errors import InputError
 log = structlog.get_logger()
 EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104 - recognised here, not bound
 MIN_SECRET_CHARS = 16
+# An agent's key begins with it, so that an expired one is not taken for that of another client.
+AGENT_KEY_PREFIX = "agent-"
 _MAKE_SECRETS = "`gspo certs DIR` makes secrets and certificates"
 
 
@@ -39,7 +41,14 @@ def reachable_host(host: str) -> str:
 
 def shared_token(config: Config) -> str:
     """The token of calls between services; empty if there is none."""
-    return _secret("services.token_file", config.services.token_file)
+    token = _secret("services.token_file", config.services.token_file)
+    if token.startswith(AGENT_KEY_PREFIX):
+        raise InputError(
+            "services.token_file",
+            f"the secret in {config.services.token_file} begins with {AGENT_KEY_PREFIX!r}, as keys of agents do",
+            f"Write another one; {_MAKE_SECRETS}",
+        )
+    return token
 
 
 def redis_password(config: Config) -> str:

@@ -51,6 +51,14 @@ def session_server(config: EnvironmentConfig) -> SessionServer:
     return HttpSessions(config.url or "")
 
 
+class _DirectConnect(connect):
+    """A connection to the address of the configuration alone: a server's redirect could lead to any other."""
+
+    def process_redirect(self, exc: Exception) -> Exception:
+        """The answer with the redirect, as an error."""
+        return exc
+
+
 class OpenEnvSessions:
     """Sessions over WebSocket.
 
@@ -100,7 +108,7 @@ class OpenEnvSessions:
 
     async def _connect(self) -> ClientConnection:
         try:
-            return await connect(
+            return await _DirectConnect(
                 self._url,
                 additional_headers=server_header(),
                 max_size=MAX_REPLY_BYTES,
@@ -110,7 +118,7 @@ class OpenEnvSessions:
             )
         except InvalidStatus as error:
             status = error.response.status_code
-            why = f"{self._url} answered HTTP {status}"
+            why = f"{self._url} answered HTTP {status}" + ", and a redirect is not followed" * (300 <= status < 400)
             if status in (401, 403):
                 text = f"{why} (its key comes from the environment variable {KEY_VARIABLE})"
                 raise ServerTroubleError("forbidden", text) from error

@@ -235,7 +235,9 @@ class SessionStore:
         """
         name, secret = _parts(key)
         fields: Any = await self._redis.hgetall(self._hash(name)) if name else {}
-        if not secrets.compare_digest(fields.get(b"secret", b""), secret.encode()) or b"result" in fields:
+        # A rollout without a worker has no secret, and an empty one is not its.
+        is_leased = bool(secret) and secrets.compare_digest(fields.get(b"secret", b""), secret.encode())
+        if not is_leased or b"result" in fields:
             raise SessionLostError
         return _session(key, fields)
 

@@ -16,6 +16,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from gspo.common.network.caller_key import WRONG_KEY, caller_key, is_token, refuse_key
+from gspo.common.network.credentials import AGENT_KEY_PREFIX
 from gspo.common.network.http_server import ASGIApp, Receive, Scope, Send, reply
 from gspo.common.score_numbers import LARGEST_NUMBER
 from gspo.common.service.app import Service
@@ -23,8 +24,6 @@ from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
 from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
 from gspo_proto.agent_pb2 import AgentResult
 
-# An agent's key begins with it, so that an expired one is not taken for that of another client.
-_KEY_PREFIX = "agent-"
 _TASKS = "/v1/tasks"
 _OF_ONE_TASK = ("/heartbeat", "/finish", "/release")
 _LONGEST_WAIT_S, _LOOK_EVERY_S = 20.0, 0.1
@@ -37,7 +36,12 @@ class LeaseRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    worker: str = Field(max_length=200, min_length=1, description="Name in logs, and in the rollout's record")
+    worker: str = Field(
+        max_length=200,
+        min_length=1,
+        pattern=r"^\P{C}+$",
+        description="Name in logs and in the rollout's record",
+    )
     wait_s: float = Field(0.0, ge=0, le=_LONGEST_WAIT_S, description="Time to wait for one")
 
 
@@ -83,7 +87,7 @@ def task_routes(service: Service, store: SessionStore) -> APIRouter:
             await asyncio.sleep(_LOOK_EVERY_S)
         return LeaseReply(
             id=session.name,
-            key=_KEY_PREFIX + session.key,
+            key=AGENT_KEY_PREFIX + session.key,
             model=config.gateway.model_name,
             attempt=session.attempt,
             evaluation=session.task.evaluation,
@@ -116,7 +120,7 @@ def task_routes(service: Service, store: SessionStore) -> APIRouter:
 
 async def _with_key(name: str, http: Request, change: Callable[[str], Awaitable[None]]) -> None:
     """Change a rollout by its own key."""
-    key = caller_key(http.scope).removeprefix(_KEY_PREFIX)
+    key = caller_key(http.scope).removeprefix(AGENT_KEY_PREFIX)
     if key.rpartition(".")[0] != name:
         raise HTTPException(403, f"send the key of {name}, which its lease has, as 'Authorization: Bearer KEY'")
     try:
@@ -145,14 +149,14 @@ class CallerKeys:
 
     async def _refusal(self, key: str, path: str) -> str:
         """Why a caller is refused; empty if it is not. An agent's request is recorded from here on."""
-        if not key.startswith(_KEY_PREFIX):
+        if not key.startswith(AGENT_KEY_PREFIX):
             return "" if is_token(key, self._token) else WRONG_KEY
         if path.startswith(f"{_TASKS}/"):
             if path.endswith(_OF_ONE_TASK):  # those check the key: a result may be sent twice
                 return ""
             return "the key of a rollout leases no other: send the run's shared token"
         try:
-            session = await self._store.session(key.removeprefix(_KEY_PREFIX))
+            session = await self._store.session(key.removeprefix(AGENT_KEY_PREFIX))
         except SessionLostError as error:
             return str(error)
         recorder_of_request.set(self._recorder(session))

@@ -46,7 +46,8 @@ def serve() -> None:
             info = {"name": "hostile", "version": "1"}
             answer(message, {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info})
         elif method == "tools/list":
-            answer(message, {"tools": "none" if KIND == "wrong_list" else tools})
+            more = {"nextCursor": "more"} if KIND == "empty_pages" else {}
+            answer(message, {"tools": "none" if KIND == "wrong_list" else [] if more else tools, **more})
         elif method == "tools/call":
             call(message)
 

@@ -123,6 +123,12 @@ def test_a_secret_is_one_long_word(
     assert "hunter2" not in str(error.value)
 
 
+def test_a_token_does_not_look_like_an_agents_key(minimal: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "it").write_text("agent-0123456789abcdef")
+    with pytest.raises(InputError, match=r"services\.token_file: the secret in .* begins with 'agent-'"):
+        check_credentials(configured(minimal, tmp_path, token_file="it"), "127.0.0.1", None)
+
+
 def test_a_secret_has_no_line_end(minimal: dict[str, Any], tmp_path: Path, secret: str) -> None:
     config = configured(minimal, tmp_path, token_file=secret, redis_password_file=secret)
     assert (shared_token(config), redis_password(config)) == (SECRET, SECRET)
