@@ -29,16 +29,18 @@ def moment_stats(name: str, x: Tensor, mask: Tensor) -> Stats:
 
 
 def merge(parts: Iterable[Stats]) -> Stats:
-    """Add up the stats of several micro-batches; `.max` keys keep the largest. A part may lack keys."""
+    """Add up the stats of several micro-batches; `.max` keys keep the largest. A part may lack keys.
+
+    Parts may be on several devices: a sum is on that of the first part that has it.
+    """
     merged: Stats = {}
     for part in parts:
         for key, value in part.items():
             if key not in merged:
                 merged[key] = value
-            elif key.endswith(".max"):
-                merged[key] = torch.maximum(merged[key], value)
-            else:
-                merged[key] = merged[key] + value
+                continue
+            add = torch.maximum if key.endswith(".max") else torch.add
+            merged[key] = add(merged[key], value.to(merged[key].device))
     return merged
 
 

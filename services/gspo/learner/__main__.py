@@ -46,12 +46,14 @@ def main() -> None:
     with importing():
         from gspo.common.service.app import run_process
         from gspo.learner.app import run_follower, run_learner
+        from gspo.learner.ranks.process_group import left_at_end
         from gspo.learner.training.rank_control import RankZero, follow_rank_zero
 
     options = await_start(options)
-    if own_rank():
-        run_process(options, lambda service: run_follower(service, follow_rank_zero))
-    run_process(options, lambda service: run_learner(service, RankZero))
+    with left_at_end():
+        if own_rank():
+            run_process(options, lambda service: run_follower(service, follow_rank_zero))
+        run_process(options, lambda service: run_learner(service, RankZero))
 
 
 if __name__ == "__main__":

@@ -31,19 +31,45 @@ class RanksError(RuntimeError):
     """Another rank has ended, or did not answer in time."""
 
 
-def join(backend: str, timeout_s: float) -> None:
-    """Join the group of the launcher's ranks, or make one of this process alone, which needs no port."""
+def join(backend: str, timeout_s: float, device: torch.device) -> None:
+    """Join the group of the launcher's ranks, or make one of this process alone, which needs no port.
+
+    Args:
+        device: That of the backend. NCCL would otherwise guess a GPU from the rank's number.
+    """
     if distributed.is_initialized():
         return
+    device_id = None if device.type == "cpu" else device
     if is_launched():
         with rank_errors(timeout_s):
-            distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device_id)
     else:
         # gloo listens for other ranks even where there are none, on the address of the host's name.
         for _, interface in socket.if_nameindex():
             if interface in _LOOPBACKS:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, device_id=device_id)
+
+
+@contextmanager
+def left_at_end() -> Iterator[None]:
+    """A block with the work of a process, which leaves the group after it.
+
+    Not after an error: another rank may be gone, and NCCL would wait for it.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise
+        _leave()
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def set_deadlines(timeout_s: float) -> None:

@@ -44,26 +44,28 @@ def main() -> None:
     if not is_launched() and config.learner.ranks > 1:
         sys.exit(launch(config, sys.argv[1:], _MODULE))
     with importing():
+        from gspo.learner.ranks.process_group import left_at_end
         from gspo.learner.replay.replayer import make_steps
         from gspo.learner.training.rank_control import RankZero, follow_rank_zero
         from gspo.learner.training.trainer_api import NotFiniteError
 
     try:
         model = model_folder(config.model)
-        if own_rank():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with rank zero
-            follow_rank_zero(config, model, arguments.folder)
-            return
-        make_steps(
-            config,
-            model,
-            arguments.folder,
-            arguments.last,
-            RankZero,
-            _asked_to_stop().is_set,
-            configured=arguments.configured,
-            reassembled=arguments.reassembled,
-        )
+        with left_at_end():
+            if own_rank():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with rank zero
+                follow_rank_zero(config, model, arguments.folder)
+                return
+            make_steps(
+                config,
+                model,
+                arguments.folder,
+                arguments.last,
+                RankZero,
+                _asked_to_stop().is_set,
+                configured=arguments.configured,
+                reassembled=arguments.reassembled,
+            )
     except InputError as error:
         exit_bad_input(error)
     except NotFiniteError as error:

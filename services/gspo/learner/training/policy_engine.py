@@ -374,8 +374,9 @@ def _join(config: Config) -> torch.device:
         _limit_gpu_memory(config, local_rank)
     # On shared cards rank zero comes only when the generators sleep.
     late_s = config.run.start_timeout_s if config.placement == "shared" else 0.0
-    join(accelerator.communication_backend_name(), config.learner.rank_timeout_s + late_s)
-    return torch.device(accelerator.current_device_name())
+    device = torch.device(accelerator.current_device_name())
+    join(accelerator.communication_backend_name(), config.learner.rank_timeout_s + late_s, device)
+    return device
 
 
 def _allow_tf32(config: Config, device: torch.device, models: Sequence[torch.nn.Module | None]) -> None:

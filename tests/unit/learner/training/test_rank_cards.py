@@ -17,7 +17,7 @@ from tests.support.gpu_machine import PRODUCT, pretend_gpu_machine, uuid
 @pytest.fixture(autouse=True)
 def alone() -> None:
     """A process group of this process."""
-    join("gloo", 60)
+    join("gloo", 60, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("product", "peak"), [(PRODUCT, 989.5e12), ("NVIDIA GB999", None)])
