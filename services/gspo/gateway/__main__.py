@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 
-from gspo.common.host.process_tuning import importing
-from gspo.common.service.options import await_start, parse_options
-from gspo.gateway.check import check
+from gspo.common.host.packages import checked_packages
+
+with checked_packages():
+    from gspo.common.host.process_tuning import importing
+    from gspo.common.service.options import await_start, parse_options
+    from gspo.gateway.check import check
 
 MEANING = "Lets programs of others talk to the policy while it trains, by the APIs of OpenAI and Anthropic."
 

@@ -7,10 +7,13 @@ from functools import partial
 
 import structlog
 
-from gspo.common.host.process_tuning import importing, keep_freed_memory
-from gspo.common.service.options import await_start, parse_options
-from gspo.generation.check import check
-from gspo.generation.engine.process import ForkedProcess, fixed_variables, import_variables
+from gspo.common.host.packages import checked_packages
+
+with checked_packages():
+    from gspo.common.host.process_tuning import importing, keep_freed_memory
+    from gspo.common.service.options import await_start, parse_options
+    from gspo.generation.check import check
+    from gspo.generation.engine.process import ForkedProcess, fixed_variables, import_variables
 
 log = structlog.get_logger()
 MEANING = "Turns prompts into rollouts with vLLM, a log-prob and a policy version for every token."

@@ -10,11 +10,14 @@ import sys
 
 import structlog
 
-from gspo.common.errors import EXIT_BAD_INPUT, InputError, exit_bad_input
-from gspo.common.host.process_tuning import importing, keep_freed_memory, wait_shortly
-from gspo.common.service.options import await_start, parse_options, stay
-from gspo.learner.check import check
-from gspo.learner.ranks.launcher import end_with_launcher, is_launched, own_rank
+from gspo.common.host.packages import checked_packages
+
+with checked_packages():
+    from gspo.common.errors import EXIT_BAD_INPUT, InputError, exit_bad_input
+    from gspo.common.host.process_tuning import importing, keep_freed_memory, wait_shortly
+    from gspo.common.service.options import await_start, parse_options, stay
+    from gspo.learner.check import check
+    from gspo.learner.ranks.launcher import end_with_launcher, is_launched, own_rank
 
 MEANING = "Trains the policy on scored rollouts with DeepSpeed, and pushes every version to the generators."
 

@@ -5,7 +5,6 @@ It imports no torch and opens no GPU.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
 import shutil
@@ -19,6 +18,7 @@ import psutil
 
 from gspo.common.errors import InputError, warn
 from gspo.common.host.nvidia_smi import mig_slices, programs_on, query
+from gspo.common.host.packages import installed_version
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # How many generators run on each of the GPUs that a process sees, in their order, such as "1,0". `gspo run` sets it for
@@ -169,7 +169,7 @@ def vllm_for_gpus() -> str:
 
     The CPU build is a package of another name; builds for other devices have a suffix behind a plus sign.
     """
-    version = _installed_version("vllm")
+    version = installed_version("vllm")
     device = version.partition("+")[2]
     return version if not device or device.startswith("cu") else ""
 
@@ -217,14 +217,7 @@ def describe_device() -> str:
 
 def torch_is_for_cpus() -> bool:
     """Whether the engines of this environment leave every GPU alone: torch has a suffix behind a plus sign then."""
-    return _installed_version("torch").endswith("+cpu")
-
-
-def _installed_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return installed_version("torch").endswith("+cpu")
 
 
 def free_memory() -> float:

@@ -107,7 +107,7 @@ def test_programs_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_engines_made_for_cpus_leave_every_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path, 2)
-    monkeypatch.setattr(machine.importlib.metadata, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+cpu")
     assert visible_gpus() == []
 
 
