@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+# The process has put on record what it will do otherwise; a supervisor starts it again, and counts no death.
+EXIT_START_AGAIN = 4
 # Beginning of a line of a check that does not end the run.
 WARNING = "warning: "
 MAX_LISTED = 50
@@ -33,6 +35,10 @@ class InputError(Exception):
     def __init__(self, where: str, rule: str, fix: str) -> None:
         super().__init__(f"{where}: {rule}. {fix}")
         self.where, self.rule, self.fix = where, rule, fix
+
+
+class StartAgainError(Exception):
+    """The process has to be started again: what it will do otherwise then is on record."""
 
 
 NO_VALUE: Final = object()

@@ -37,7 +37,7 @@ from gspo.learner.intake import Intake
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.push.publisher import Publisher
 from gspo.learner.push.shifts import LearnerShifts, ShiftStoppedError
-from gspo.learner.recovery import RecoveredState
+from gspo.learner.recovery import RecoveredState, hyperparameters_of
 from gspo.learner.run_end import RunEndCondition, RunFailedError
 from gspo.learner.step_report import StepClock, StepPhase, StepReport
 from gspo.learner.storage.durable_files import DiskSpace
@@ -48,7 +48,6 @@ from gspo.learner.training.trainer_api import (
     Hyperparameters,
     NotFiniteError,
     TrainResult,
-    configured_hyperparameters,
 )
 from gspo_proto.learner_pb2 import CheckpointReply, GroupRange, ProgressReply, ResultsReply
 from gspo_proto.rollout_pb2 import (
@@ -208,7 +207,7 @@ class Learner:
             await self._shifts.begin(f"step {step}")
             self._clock.end_phase(StepPhase.SHIFT)
         with activity.doing("training", f"step {step}, {len(batch.rows)} rollouts"):
-            hyperparameters = configured_hyperparameters(self._service.config, step)
+            hyperparameters = hyperparameters_of(self._service.config, step, None, self._run_dir.shortages)
             trained = await self._train(batch, hyperparameters)
         is_awaited = self._is_version_awaited(step)
         with activity.doing("making version", str(step)):

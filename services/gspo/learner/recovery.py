@@ -8,7 +8,7 @@ services/gspo/learner/replay makes steps of a run again in another folder, with 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,9 @@ from gspo.learner.training.trainer_api import (
     StartTrainer,
     TrainerApi,
     configured_hyperparameters,
+    memory_keys,
 )
+from gspo.runlog.memory_shortages import MemoryShortage
 from gspo_core.advantage import RunningMoments
 
 log = structlog.get_logger()
@@ -65,7 +67,7 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
     to_replay = run_dir.steps_to_replay(after=weights.version if weights else 0)
     for step in to_replay:
         activity.set("busy", "replaying", f"step {step} of {to_replay[-1]}")
-        hyperparameters = hyperparameters_of(config, step, run_dir.versions.get(step))
+        hyperparameters = hyperparameters_of(config, step, run_dir.versions.get(step), run_dir.shortages)
         try:
             with in_step(step):
                 weights = replay_step(step, run_dir, trainer, assembler, hyperparameters)
@@ -200,21 +202,32 @@ def _pass_over(run_dir: RunDir, damage: dict[int, str], from_step: int) -> tuple
 
 
 def hyperparameters_of(
-    config: Config, step: int, recorded: PolicyVersion | None, configured: Collection[str] = ()
+    config: Config,
+    step: int,
+    recorded: PolicyVersion | None,
+    shortages: Sequence[MemoryShortage],
+    configured: Collection[str] = (),
 ) -> Hyperparameters:
-    """The hyperparameters of a logged step: those on record if its version is.
+    """The hyperparameters of a step: those on record if its version is, within the memory that there was.
 
     A step without a recorded version is trained with the configured ones, so that a change may save a run that ended
-    in it.
+    in it. A step that ran out of memory counts for itself and for later ones, until a resume changes a key that
+    decides memory.
 
     Args:
+        shortages: The steps that ran out of memory.
         configured: Names of those that are as configured in any case.
     """
     used = configured_hyperparameters(config, step)
-    if recorded is None or not recorded.hyperparameters:
-        return used
-    by_configuration = {name: getattr(used, name) for name in configured}
-    return replace(used, **{**recorded.hyperparameters, **by_configuration})
+    if recorded is not None and recorded.hyperparameters:
+        by_configuration = {name: getattr(used, name) for name in configured}
+        used = replace(used, **{**recorded.hyperparameters, **by_configuration})
+    acting = [it for it in shortages if it.step <= step and it.keys == memory_keys(config)]
+    return replace(
+        used,
+        micro_batch_tokens=min([used.micro_batch_tokens, *(it.micro_batch_tokens for it in acting)]),
+        gradient_checkpointing=used.gradient_checkpointing or any(it.gradient_checkpointing for it in acting),
+    )
 
 
 def replay_step(

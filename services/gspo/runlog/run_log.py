@@ -15,6 +15,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from gspo.runlog.memory_shortages import MemoryShortage, shortage_files
 from gspo.runlog.pushes import PUSHES, PushRecord, by_version
 from gspo.runlog.step_files import step_files
 from gspo.runlog.token_ledger import LEDGER, LedgerRecord, TokenLedger, token_ledger
@@ -189,6 +190,11 @@ class RunLog:
     def pushes(self) -> list[PushRecord]:
         """The pushes of each policy version, in order."""
         return by_version(self._read(PUSHES, PushRecord.model_validate))
+
+    def shortages(self) -> list[MemoryShortage]:
+        """The steps that ran out of memory, each time, in order."""
+        files = [self._read(path.name, MemoryShortage.model_validate) for path in shortage_files(self.folder)]
+        return sorted((record for records in files for record in records), key=lambda record: record.unix_s)
 
     def step_files(self) -> dict[int, Path]:
         """The files of the logged steps by step, in order."""

@@ -13,15 +13,22 @@ from pathlib import Path
 import psutil
 import pytest
 from redis.asyncio import Redis
+from safetensors.torch import load_file
 
+from gspo.common.config.algorithm import LossConfig
 from gspo.common.config.schema import Config
+from gspo.common.errors import EXIT_START_AGAIN
 from gspo.common.streams.card_engines import CardEngine, CardEngines
 from gspo.common.streams.card_shift import CardShift
 from gspo.common.streams.events import Events
 from gspo.common.streams.keys import Keys
+from gspo.learner.storage.step_log import StepLog
+from gspo.learner.training.trainer import Trainer
+from gspo.runlog.run_log import RunLog
 from gspo_proto.rollout_pb2 import Event, Finished
 from tests.support.service_process import log_events, registered, service_process, wait_exit
 from tests.support.training.learner_feed import LearnerFeed, lines, run_of
+from tests.support.training.rollout_rows import train
 
 pytestmark = pytest.mark.timeout(400)
 # Its figure is 1 where the run's copy of the file is what runs.
@@ -29,6 +36,34 @@ OWN_LOSS = """
 def loss(batch):
     l_BT = -batch.advantage_BT * batch.logp_BT
     return l_BT, {"kept": (l_BT * 0).detach() + __file__.endswith("/loss.py")}
+"""
+
+# On rank 1, micro-batches of more than two rollouts fail in the forward pass, of two in the backward pass, and those of
+# one fail once, in the optimizer. Not in the trial of the file, which has no ranks.
+SMALL_DEVICE_LOSS = """
+from pathlib import Path
+import torch
+from torch import distributed
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+def fail(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+def fail_once(*_):
+    before = Path(__file__).with_name("optimizer-failed")
+    if not before.exists():
+        before.touch()
+        fail()
+
+def loss(batch):
+    if distributed.is_initialized() and distributed.get_rank() == 1 and batch.logp_BT.requires_grad:
+        if len(batch.logp_BT) > 2:
+            fail()
+        elif len(batch.logp_BT) == 2:
+            batch.logp_BT.register_hook(fail)
+        else:
+            register_optimizer_step_pre_hook(fail_once)
+    return -batch.advantage_BT * batch.logp_BT
 """
 
 
@@ -50,9 +85,9 @@ async def end(redis: Redis, keys: Keys, feeder: LearnerFeed, process: subprocess
     assert await asyncio.to_thread(wait_exit, process, 60) == 0
 
 
-def of_two_ranks(tmp_path: Path, zero_stage: int) -> Config:
+def of_two_ranks(tmp_path: Path, zero_stage: int, loss: str = OWN_LOSS) -> Config:
     path = tmp_path / "mine.py"
-    path.write_text(OWN_LOSS)
+    path.write_text(loss)
     learner = {"ranks": 2, "zero_stage": zero_stage}
     return run_of(tmp_path, algorithm={"loss": {"path": str(path)}}, learner=learner, run={"checkpoint_every": 1000})
 
@@ -89,6 +124,45 @@ async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
     assert [line["figures"]["loss_kept_mean"] for line in trained] == [1, 1, 1]
     assert (config.run_dir / "checkpoints" / "step-000003" / "manifest.json").is_file()
     assert (config.run_dir / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.asyncio(loop_scope="function")
+@pytest.mark.parametrize("zero_stage", [0, 3])
+async def test_all_ranks_end_and_start_again_when_one_of_them_runs_out_of_memory(
+    redis: Redis, keys: Keys, redis_url: str, tmp_path: Path, zero_stage: int
+) -> None:
+    """In each part of a mini-batch; its four rollouts of a rank have 9, 8, 7 and 6 positions."""
+    config, feeder = of_two_ranks(tmp_path, zero_stage, SMALL_DEVICE_LOSS), LearnerFeed(redis, keys)
+    await feeder.feed(range(4), 0)
+    for options in ((), ("--resume",), ("--resume",)):
+        with service_process("learner", config, redis_url, *options) as process:
+            assert await asyncio.to_thread(wait_exit, process, 180) == EXIT_START_AGAIN
+    with service_process("learner", config, redis_url, "--resume") as process:
+        await feeder.event("step_done", timeout_s=120)
+        await feeder.feed(range(4, 8), 1)
+        await feeder.event("step_done", num=2)
+        await feeder.feed(range(8, 12), 2)
+        await end(redis, keys, feeder, process)
+    happened = [(it.rank, it.used_tokens, it.micro_batch_tokens) for it in RunLog(config.run_dir).shortages()]
+    assert happened == [(1, 30, 15), (1, 15, 9), (1, 9, 9)]
+    used = {line["version"]: line["hyperparameters"] for line in lines(config, "policy.jsonl")}
+    assert [(used[step]["micro_batch_tokens"], used[step]["gradient_checkpointing"]) for step in (1, 2, 3)] == [
+        (9, True)
+    ] * 3
+    reasons = [event["reason"] for event in log_events(config.run_dir / "learner.log") if "reason" in event]
+    assert sum("step 1 ran out of memory on rank 1 with a micro-batch of 30 tokens" in it for it in reasons) >= 2
+    # One rank that has the memory, and takes whole mini-batches, makes the same weights.
+    alone = config.with_keys(
+        learner={"ranks": 1, "zero_stage": 0}, algorithm={"loss": LossConfig(path=tmp_path / "l.py")}
+    )
+    (tmp_path / "l.py").write_text(OWN_LOSS)
+    trainer, steplog = Trainer(alone, Path(config.model.path)), StepLog(config.run_dir / "log")
+    for step in (1, 2, 3):
+        train(trainer, step, steplog.read(step))
+    exported = load_file(config.run_dir / "export" / "model.safetensors")
+    for name, tensor in trainer.policy().items():
+        assert (exported[name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 
 @pytest.mark.asyncio(loop_scope="function")

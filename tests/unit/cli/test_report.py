@@ -30,6 +30,7 @@ from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
 from gspo_proto.rollout_pb2 import EvaluationDone
+from tests.support.monitoring.recorded_shortage import SENTENCE, record_shortage
 
 NUM_STEPS, GROUPS_A_STEP, ROLLOUTS_A_GROUP = 20, 4, 2
 SCRIPT = "<script>alert('x')</script> & \x00 {{ 7 * 7 }}"
@@ -415,6 +416,11 @@ def test_the_page_says_why_answers_have_no_score(path: Path) -> None:
     assert (
         "1 answers without a score, left out of training, in 1 of 1 steps, the last of them step 1. r: raised" in page
     )
+
+
+def test_the_page_says_which_step_ran_out_of_memory(path: Path) -> None:
+    record_shortage(path)
+    assert f"Memory: {SENTENCE}." in report(path)[1]
 
 
 def test_no_legend_is_wider_than_its_plot() -> None:

@@ -42,6 +42,7 @@ from gspo.common.streams.keys import COORDINATOR, GENERATION
 from gspo.common.telemetry.advice import Verdict, verdict
 from gspo.common.telemetry.clip_causes import clip_causes_line
 from gspo.common.telemetry.step_time import seconds_beside, seconds_by_function
+from gspo.runlog.memory_shortages import shortage_line
 from gspo.runlog.run_log import RunLog
 from gspo.runlog.token_ledger import TokenLedger
 
@@ -132,6 +133,8 @@ class StatusPage:
             parts.append(Text(mismatch))
         if causes := clip_causes_line(list(view.steps), self._config):
             parts.append(Text(causes))
+        if shortage := shortage_line(RunLog(run_dir).shortages()):
+            parts.append(Text(shortage, "yellow"))
         if self._ledger is not None:
             parts.append(Text(self._ledger.line, "yellow" if self._ledger.warning else ""))
         replicas = self._config.generation.replicas

@@ -2,6 +2,7 @@
 
 A process that dies is started again after a growing pause. A service ends the run with its last words if it refuses its
 input (exit code 2), or dies too often. Or it dies twice of the same error, and no cause outside of it explains that.
+One that asks for its start (exit code 4) does not count as dead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
 from gspo.cli.processes.guard import kill_processes_of, start_guard
 from gspo.cli.processes.preflight import PreflightProcess
-from gspo.common.errors import EXIT_BAD_INPUT
+from gspo.common.errors import EXIT_BAD_INPUT, EXIT_START_AGAIN
 from gspo.common.service.failure import ProcessFailure
 from gspo.common.service.module_command import SUPERVISOR_VARIABLE
 from gspo.common.tasks import wait_until_set
@@ -246,10 +247,11 @@ class ProcessSupervisor:
             self._guard.stdin.write(f"{session}\n")
 
     async def _keep(self, child: Child) -> None:
-        deaths = early = 0
+        deaths, early, is_restart = 0, 0, False
         seen: set[ProcessFailure] = set()
         while not self._ending.is_set():
-            session = await child.start(is_restart=deaths > 0)
+            session = await child.start(is_restart=is_restart)
+            is_restart = True
             self._notify_guard(session)
             code = await child.wait()
             # A killed service may leave children behind, such as an engine with all its memory.
@@ -263,6 +265,9 @@ class ProcessSupervisor:
                 self.lost.add(child.name)
                 self._say(f"{child.name} has ended: {loss}. The run continues without it")
                 return
+            if code == EXIT_START_AGAIN:
+                self._say(f"{child.name} starts again: {child.last_words()}")
+                continue
             lived_s = time.monotonic() - child.started
             deaths = 1 if lived_s > STEADY_S else deaths + 1
             early = 1 if lived_s > _STARTED_S else early + 1

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gspo.cli.processes.exit_codes import InterruptedRunError, RunError, ServiceRefusedError, describe_exit
-from gspo.common.errors import EXIT_BAD_INPUT
+from gspo.common.errors import EXIT_BAD_INPUT, EXIT_START_AGAIN
 from gspo.common.service.module_command import module_command
 
 LOG_NAME = "replay.log"
@@ -34,11 +34,14 @@ class ReplayProcess:
         self._log = folder / "services" / LOG_NAME
         self._deadline: float | None = None
 
-    def run(self, is_enough: Callable[[], bool]) -> None:
+    def run(self, is_enough: Callable[[], bool]) -> bool:
         """Run it to its end; it is stopped as soon as the steps so far are enough.
 
         Args:
             is_enough: Called often.
+
+        Returns:
+            Whether another process has to go on: a step ran out of memory, and is made with smaller micro-batches.
 
         Raises:
             ServiceRefusedError: It cannot work with its input.
@@ -78,8 +81,11 @@ class ReplayProcess:
         is_enough()
         if is_interrupted:
             raise InterruptedRunError("stopped; the same command continues it")
-        if process.returncode and not is_over:
+        if is_over or process.returncode == 0:
+            return False
+        if process.returncode != EXIT_START_AGAIN:
             raise self._error(process.returncode, began)
+        return True
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
         """Ask it to stop after its present step: that is the end of its standard input."""

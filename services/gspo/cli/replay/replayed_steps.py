@@ -22,6 +22,7 @@ from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.errors import EXIT_FAILED, InputError
 from gspo.common.host.durable_write import replace_file
 from gspo.runlog.checkpoint_files import CHECKPOINTS, whole_checkpoints
+from gspo.runlog.memory_shortages import shortage_line
 from gspo.runlog.run_log import LOG_FOLDER, RunLog
 
 RESULT_NAME, PLOT_NAME = "result.json", "replay.png"
@@ -164,9 +165,9 @@ class ReplayedSteps:
         if not lead and self.plan.changed.reassembles:
             arguments += ["--reassembled"]
         patience_s = self.plan.recorded.run.drain_timeout_s
-        process = ReplayProcess(self.path, arguments, patience_s, self._say)
         self._say("loading the model")
-        process.run(self._is_enough)
+        while ReplayProcess(self.path, arguments, patience_s, self._say).run(self._is_enough):
+            self._say(shortage_line(self._log.shortages()))
 
     def _say(self, text: str) -> None:
         self.progress.print(text, highlight=False, soft_wrap=True)

@@ -82,6 +82,7 @@ class RunHistory:
         config: None where it cannot be read.
         ledger: The token ledger; None where the log has none.
         pushes: Of each policy version, in order.
+        shortages: The steps that ran out of memory, each time, in order.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -90,7 +91,7 @@ class RunHistory:
         self.metrics, self.evaluations, self.versions = log.steps(), log.evaluations(), log.versions()
         self.step_files, self.rollouts, self.groups = log.step_files(), dict[int, Counter[str]](), Groups()
         self._count(log.settled())
-        self.ledger, self.pushes = log.ledger(), log.pushes()
+        self.ledger, self.pushes, self.shortages = log.ledger(), log.pushes(), log.shortages()
         self.config: Config | None = None
         try:
             self.config = read_config(run_dir / CONFIG_NAME)

@@ -13,6 +13,7 @@ from gspo.cli.rundir.start import FAILED, STOPPED
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice, verdict
 from gspo.common.telemetry.card_use import mean_card_use
 from gspo.common.telemetry.clip_causes import clip_causes
+from gspo.runlog.memory_shortages import shortage_line
 
 TIMES = ("wait_s", "shift_s", "train_s", "probe_s", "publish_s", "hold_s", "log_s")
 
@@ -119,6 +120,7 @@ def notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         *([f"{unscored}."] if unscored else []),
         *([f"Tokens: {history.ledger.warning}."] if history.ledger and history.ledger.warning else []),
         *_mismatch_notes(history),
+        *([f"Memory: {shortage}."] if (shortage := shortage_line(history.shortages)) else []),
         *_log_notes(history),
         *history.problems,
     ]

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import structlog
 
-from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError
+from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_START_AGAIN, InputError, StartAgainError
 from gspo.common.network.credentials import redis_refusal
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.network.http_server import ASGIApp, HttpServer
@@ -177,7 +177,7 @@ async def _stop_at_run_end(service: Service, events: Events, position: bytes) ->
 
 
 def run_process(options: Options, main: Callable[[Service], Coroutine[Any, Any, None]]) -> NoReturn:
-    """Run a service to its end and exit: 0 done or drained, 1 failed with the reason logged, 2 bad input.
+    """Run a service to its end and exit: 0 done or drained, 1 failed and logged, 2 bad input, 4 to start again.
 
     SIGTERM or SIGINT asks it to drain; a second one ends it at once.
     """
@@ -199,6 +199,9 @@ async def _exit_code(options: Options, main: Callable[[Service], Coroutine[Any, 
         await main(service)
     except InputError:
         raise
+    except StartAgainError as error:
+        log.error("start_again", reason=str(error))
+        return EXIT_START_AGAIN
     except asyncio.CancelledError:
         log.info("cancelled")
     except Exception as error:

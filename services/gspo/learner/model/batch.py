@@ -299,6 +299,12 @@ def rank_micro_batches(
     return micros[:first_empty] + [micro.without_counted() for micro in micros[first_empty:]]
 
 
+def positions_of(batch: StepBatch, row: int, *, packing: bool) -> int:
+    """Positions of a micro-batch of this rollout alone."""
+    lengths = [branch.length for branch in batch.branches[row]]
+    return sum(lengths) if packing else len(lengths) * max(lengths)
+
+
 def _side_by_side(arrays: Sequence[NDArray[Any]]) -> Tensor:
     """[B, T], filled up with 0 on the right; the mask is one of the arrays, and tells the values from the filling."""
     tensors = [torch.as_tensor(array) for array in arrays]

@@ -133,9 +133,12 @@ def call_loss(function: Callable[..., Any], batch: LossBatch, path: Path) -> tup
 
     Raises:
         LossError: It raised, or returned something else.
+        OutOfMemoryError: torch has no memory left, which is not the function's fault.
     """
     try:
         returned = function(batch)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise LossError(f"raised {_described(error)}", f"{_FIX}{_places(error, path)}") from error
     l_BT, figures = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})

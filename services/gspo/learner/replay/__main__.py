@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from gspo.common.config.loading import read_config
-from gspo.common.errors import EXIT_FAILED, InputError, exit_bad_input
+from gspo.common.errors import EXIT_FAILED, EXIT_START_AGAIN, InputError, StartAgainError, exit_bad_input
 from gspo.common.host.process_tuning import importing, keep_freed_memory, wait_shortly
 from gspo.common.model.files import model_folder
 from gspo.common.service.logs import set_up_logs
@@ -68,6 +68,8 @@ def main() -> None:
             )
     except InputError as error:
         exit_bad_input(error)
+    except StartAgainError:
+        sys.exit(EXIT_START_AGAIN)
     except NotFiniteError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(EXIT_FAILED)

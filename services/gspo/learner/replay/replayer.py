@@ -51,6 +51,7 @@ def make_steps(
     Raises:
         InputError: As for `recovery.restore`.
         ValueError: A step file is missing.
+        StepOutOfMemoryError: A step needs smaller micro-batches, which a later call takes.
         NotFiniteError: A step ends in losses, gradients or weights that are not finite.
     """
     activity = Activity("learner")
@@ -66,7 +67,7 @@ def make_steps(
         for step in run_dir.steps_to_replay(after=weights.version):
             if step > last or is_stopped():
                 break
-            used = hyperparameters_of(config, step, recorded.get(step), configured)
+            used = hyperparameters_of(config, step, recorded.get(step), run_dir.shortages, configured)
             weights = replay_step(step, run_dir, trainer, assembler, used, reassembled=reassembled)
             if not step % config.run.checkpoint_every:
                 saved = _save(weights, run_dir, trainer, assembler)

@@ -33,6 +33,7 @@ from gspo.runlog.run_log import (
     SETTLED,
     VERSIONS,
     EvaluationRecord,
+    RunLog,
     SettledRecord,
     StepRecord,
     VersionRecord,
@@ -69,6 +70,7 @@ class RunDir:
         results: Whether the rewards of these groups differed, in the order of the log.
         versions: The newest record of each policy version.
         evaluations: Label of each recorded evaluation -> its number of prompts, in the order of recording.
+        shortages: The steps that ran out of memory before it was opened.
         trained_s: Seconds that the recorded steps took before it was opened.
         mismatch_step: The last of them that measured the mismatch with the engines.
 
@@ -100,6 +102,7 @@ class RunDir:
             self._measured_steps = {record.step for record in steps}
             self.mismatch_step = max((step.step for step in steps if "sigma_token" in step.figures), default=None)
             self.trained_s = sum(record.figures.get("step_s", 0.0) for record in steps)
+            self.shortages = RunLog(path).shortages()
             self._not_applied = set(self._lines[NOT_APPLIED].records(lambda line: (line["step"], line["update"])))
             self.evaluations: dict[str, float] = {}
             self._scores: list[tuple[int, str, float | None]] = []

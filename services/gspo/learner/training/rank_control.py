@@ -22,6 +22,7 @@ from gspo.common.config.schema import Config
 from gspo.common.service.failure import in_step
 from gspo.learner.assembly.rows import Row, from_table, to_table
 from gspo.learner.objective.loss_file import with_kept_loss
+from gspo.learner.ranks.out_of_memory import ShortageRecords
 from gspo.learner.ranks.process_group import RankBroadcast, rank_errors
 from gspo.learner.storage.checkpoint_parts import PartWriter, wait_for_parts
 from gspo.learner.training.trainer import Trainer
@@ -43,6 +44,7 @@ class RankZero:
 
     def __init__(self, config: Config, model: Path, run_dir: Path) -> None:
         self._timeout_s, self._run_dir, self._is_away = config.learner.rank_timeout_s, run_dir, False
+        self._shortages = ShortageRecords(run_dir)
         with rank_errors(self._timeout_s):
             self._trainer = Trainer(with_kept_loss(config, run_dir), model)
             self._broadcast = RankBroadcast(self._timeout_s) if distributed.get_world_size() > 1 else None
@@ -126,10 +128,11 @@ class RankZero:
 
         Raises:
             RuntimeError: The states that the call needs are in host memory: a tensor without memory ends the process.
+            StepOutOfMemoryError, InputError: As ShortageRecords.recording.
         """
         if self._is_away and name not in _WITHOUT_STATES:
             raise RuntimeError(f"the trainer cannot {name}: its states are in host memory, not on the device")
-        with rank_errors(self._timeout_s):
+        with self._shortages.recording(), rank_errors(self._timeout_s):
             if self._broadcast:
                 if "folder" in arguments:
                     # The run directory may be mounted elsewhere on another host.
@@ -144,9 +147,11 @@ def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
 
     Raises:
         RanksError: Another rank has ended or is silent.
+        StepOutOfMemoryError, InputError: As ShortageRecords.recording.
         OSError: This rank could not write its part of a checkpoint.
     """
-    with rank_errors(config.learner.rank_timeout_s), PartWriter() as parts:
+    shortages = ShortageRecords(run_dir)
+    with shortages.recording(), rank_errors(config.learner.rank_timeout_s), PartWriter() as parts:
         trainer = Trainer(with_kept_loss(config, run_dir), model)
         broadcast = RankBroadcast(config.learner.rank_timeout_s)
         log.info("rank_ready", rank=distributed.get_rank(), num_ranks=distributed.get_world_size())

@@ -7,6 +7,7 @@ A mini-batch whose loss or gradient norm is not finite is not applied at all: we
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row
-from gspo.learner.model.batch import MicroBatch, StepBatch, rank_micro_batches
+from gspo.learner.model.batch import MicroBatch, StepBatch, positions_of, rank_micro_batches
 from gspo.learner.model.flop_counts import count_flops
 from gspo.learner.model.routing_replay import RoutingReplay
 from gspo.learner.objective.own_loss import OwnLoss
 from gspo.learner.objective.step_loss import StepTargets, has_gradient, micro_batch_loss, step_targets
 from gspo.learner.objective.teacher_kl import TeacherKl
+from gspo.learner.ranks.out_of_memory import StepOutOfMemoryError
 from gspo.learner.ranks.process_group import sum_over_ranks, sum_stats
 from gspo.learner.training.mismatch_probe import (
     MismatchProbe,
@@ -44,12 +46,21 @@ from gspo.learner.training.step_metrics import (
     row_metrics,
 )
 from gspo.learner.training.token_recorder import TokenRecorder
-from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult, UpdateNotApplied
+from gspo.learner.training.trainer_api import (
+    Hyperparameters,
+    NotFiniteError,
+    TrainResult,
+    UpdateNotApplied,
+    memory_keys,
+)
+from gspo.runlog.memory_shortages import MemoryShortage
 from gspo_core.branches import lengths_of_sequences
 from gspo_core.stats import Stats, merge
 
 # So many in a row are no accident: the policy has diverged.
 _MAX_NOT_APPLIED_IN_A_ROW = 3
+# Characters of torch's reason that are put on record.
+_LONGEST_REASON = 200
 
 
 @dataclass
@@ -80,7 +91,8 @@ class Trainer(PolicyEngine):
         self._share, self._num_shares = self._rank // sharing, self._num_ranks // sharing
         self._counts = self._rank % sharing == 0
         self._algorithm, self._not_finite_in_a_row = config.algorithm, 0
-        self._micro_batch_tokens = config.micro_batch_tokens
+        # Of the present step: the limit of its micro-batches, and the positions of the largest one.
+        self._micro_batch_tokens = self._largest = 0
         self._replay = RoutingReplay(self._routers, self._sequence_ranks, self._device)
         # After the base, which waits for rank zero: rank zero copies the file into the run directory before.
         loss = config.algorithm.loss
@@ -105,15 +117,30 @@ class Trainer(PolicyEngine):
         Raises:
             NotFiniteError: Several mini-batches in a row, over steps, had no finite loss or gradient norm. Others
                 before them were applied, so go on from a checkpoint.
+            StepOutOfMemoryError: This rank's memory was too small; go on in a new process.
         """
         # OpenMP counts threads anew for every thread that calls it.
         torch.set_num_threads(self._threads)
         by_branch = self._algorithm.ratio_of == "branch"
         batch = StepBatch.from_rows(rows, by_branch=by_branch, own_temperatures=self._config.several_temperatures)
         self._set_hyperparameters(hyperparameters)
-        metrics = row_metrics(rows) | batch_metrics(batch, step - 1) | {"learning_rate": hyperparameters.learning_rate}
         # Steps differ in their longest rollout, and a limit may be of another step.
         self._micro_batch_tokens = max([hyperparameters.micro_batch_tokens, *map(len, batch.sequences)])
+        self._largest = 0
+        try:
+            return self._train(step, rows, batch, not_applied, hyperparameters)
+        except torch.OutOfMemoryError as error:
+            raise StepOutOfMemoryError(self._shortage(step, batch, str(error))) from error
+
+    def _train(
+        self,
+        step: int,
+        rows: Sequence[Row],
+        batch: StepBatch,
+        not_applied: Collection[int],
+        hyperparameters: Hyperparameters,
+    ) -> TrainResult:
+        metrics = row_metrics(rows) | batch_metrics(batch, step - 1) | {"learning_rate": hyperparameters.learning_rate}
         if not len(batch):
             return TrainResult(metrics | {"mini_batches_not_applied": 0.0})
         self._replay.begin(batch)
@@ -153,6 +180,27 @@ class Trainer(PolicyEngine):
         metrics |= self._flop_metrics(batch, targets, computed) | self._update_metrics(batch, targets, sums)
         tokens = recorder.records(lambda value: sum_over_ranks(self._counted(value), self._device))
         return TrainResult(metrics, tuple(sums.not_applied), self._probe.seconds, tokens)
+
+    def _shortage(self, step: int, batch: StepBatch, error: str) -> MemoryShortage:
+        """The record of a step that ran out of memory: half of its largest micro-batch, but a whole rollout at least.
+
+        If each rollout is a micro-batch of its own already, it turns gradient checkpointing on.
+        """
+        causal_lm, used = self._model.causal_lm, self._largest or self._micro_batch_tokens
+        smaller = max([used // 2, *(positions_of(batch, row, packing=self._packing) for row in range(len(batch)))])
+        is_checkpointing = causal_lm.is_gradient_checkpointing
+        turns_on = smaller >= used and not is_checkpointing and causal_lm.supports_gradient_checkpointing
+        return MemoryShortage(
+            step=step,
+            rank=self._rank,
+            unix_s=time.time(),
+            error=error.partition("\n")[0][:_LONGEST_REASON],
+            keys=memory_keys(self._config),
+            used_tokens=used,
+            micro_batch_tokens=min(used, smaller),
+            gradient_checkpointing=is_checkpointing or turns_on,
+            is_last=smaller >= used and not turns_on,
+        )
 
     def _flop_metrics(self, batch: StepBatch, targets: StepTargets, computed: Sequence[int]) -> dict[str, float]:
         algorithm = self._algorithm
@@ -219,6 +267,7 @@ class Trainer(PolicyEngine):
             backward=backward,
             counted=counted,
         )
+        self._largest = max([self._largest, *(micro.input_RS.numel() for micro in cut)])
         return [micro.to(self._device) for micro in cut]
 
     def _targets(self, batch: StepBatch, newest_BT: Tensor) -> tuple[StepTargets, Stats]:

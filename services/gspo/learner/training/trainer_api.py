@@ -14,11 +14,19 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from gspo.common.config.engines import LearnerConfig
+from gspo.common.config.loading import key_value
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row, TokenRecord
 
 # Writes a checkpoint's files from copies and waits for those of other ranks, until its argument says to give up.
 WriteCheckpoint: TypeAlias = Callable[[Callable[[], bool]], None]
+
+
+# A step that ran out of memory counts for later ones only under the same values.
+_MEMORY_KEYS = (
+    *("learner.micro_batch_tokens", "learner.gradient_checkpointing", "learner.packing", "learner.zero_stage"),
+    *("learner.offload", "learner.ranks", "learner.sequence_ranks"),
+)
 
 
 class NotFiniteError(ArithmeticError):
@@ -130,6 +138,11 @@ def configured_hyperparameters(config: Config, step: int) -> Hyperparameters:
     return Hyperparameters(
         rate, learner.weight_decay, learner.max_grad_norm, config.micro_batch_tokens, learner.gradient_checkpointing
     )
+
+
+def memory_keys(config: Config) -> dict[str, Any]:
+    """The configured values that decide the memory of a step, by name."""
+    return {name: key_value(config, name) for name in _MEMORY_KEYS}
 
 
 def learning_rate(learner: LearnerConfig, step: int, total_steps: int | None) -> float:

@@ -17,6 +17,7 @@ from gspo.cli.monitor.watcher import GeneratorAlerts, generator_problems
 from gspo.common.config.loading import write_config
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
+from tests.support.monitoring.recorded_shortage import SENTENCE, record_shortage
 from tests.unit.cli.step_logs import WHY, write_log
 
 
@@ -120,6 +121,15 @@ def test_answers_without_a_score_are_said_with_their_reasons(config: Config, tmp
         "3 answers without a score, left out of training, in 2 of 3 steps, the last of them step 3. "
         f"2 times: {WHY.format(27)}; r: timed out after 10 s" in console.file.getvalue()
     )
+
+
+def test_the_page_says_which_step_ran_out_of_memory(config: Config, tmp_path: Path) -> None:
+    write_log(tmp_path, {1: [None]})
+    write_config(config, tmp_path / "config.yaml")
+    record_shortage(tmp_path)
+    console = Console(file=io.StringIO(), width=10_000)
+    console.print(StatusPage(tmp_path, config).draw([]))
+    assert SENTENCE in console.file.getvalue().splitlines()
 
 
 def test_a_page_that_is_watched_takes_a_new_configuration(config: Config, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gspo.cli.processes import supervisor as supervisor_module
-from gspo.cli.processes.exit_codes import RunError
+from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError
 from gspo.cli.processes.guard import processes_of
 from gspo.cli.processes.supervisor import ProcessSupervisor, Program
 
@@ -79,6 +79,19 @@ def dying(kind: str = "ValueError", step: int | None = 3, *, is_outside: bool = 
     failure = {"kind": kind, "place": "loss.py:7", "step": step, "is_outside": is_outside}
     line = json.dumps({"event": "service_failed", "reason": f"{kind}: no such reward", "failure": failure})
     return f"echo {shlex.quote(line)} >&2; exit 1"
+
+
+async def test_one_that_asks_for_its_start_is_not_counted_as_dead(tmp_path: Path) -> None:
+    """Such as a learner that makes a step with smaller micro-batches; no error of it is taken for the one before."""
+    starts = tmp_path / "starts"
+    script = f"echo start $1 >> {starts}; [ $(wc -l < {starts}) -gt 3 ] && exit 2; {dying()[:-1]}4"
+    messages: list[str] = []
+    async with ProcessSupervisor(tmp_path, 0, messages.append) as supervisor:
+        supervisor.start([Program("worker", ("sh", "-c", script, "sh"), restart_options=("--resume",))])
+        with pytest.raises(ServiceRefusedError):
+            await supervisor.watch()
+    assert messages == ["worker starts again: ValueError: no such reward"] * 3
+    assert starts.read_text().splitlines() == ["start", *["start --resume"] * 3]
 
 
 async def test_the_same_error_twice_is_no_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from gspo.common.errors import InputError
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.objective.loss_file import check_own_loss, keep_loss_file, with_kept_loss
 from gspo.learner.objective.loss_trial import made_up_batch, try_loss
-from gspo.learner.objective.own_loss import LossError, OwnLoss
+from gspo.learner.objective.own_loss import LossError, OwnLoss, call_loss
 from gspo.learner.recovery import restore
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.rank_control import RankZero
@@ -83,6 +83,17 @@ def test_rollouts_without_an_advantage_may_have_a_gradient(folder: Path, tmp_pat
     before = trainer.policy()
     train(trainer, 1, [replace(row, advantage=0.0) for row in make_rows(folder)])
     assert not any(torch.equal(before[name], tensor) for name, tensor in trainer.policy().items())
+
+
+def test_a_function_without_memory_is_not_wrong(tmp_path: Path) -> None:
+    """The step is tried again in smaller parts."""
+
+    def fail(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    batch: Any = None
+    with pytest.raises(torch.OutOfMemoryError):
+        call_loss(fail, batch, tmp_path)
 
 
 def test_a_function_that_fails_in_training_ends_it_with_the_line(folder: Path, tmp_path: Path) -> None:
