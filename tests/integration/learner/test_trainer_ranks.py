@@ -14,18 +14,21 @@ from gspo.common.model.files import read_model_files
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
 from tests.integration.learner.rank_cases import CASES, LAGGING, STEP, case_config, go_on, lagging, run_case
+from tests.support.card.cases import figures_of, make_models
 from tests.support.training import figure_cases
 from tests.support.training.figure_reference import assert_figures_of_the_log
 from tests.support.training.rollout_rows import make_rows, train
 from tests.support.training.started_ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(400)
+# Of tests/support/card/cases.py; on one rank all of them: test_card.py.
+ON_CARDS = ("lagging", "mixture", "equal")
 EXACT = [case for case in CASES if "bfloat16" not in case]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return figure_cases.make_figure_models(tmp_path_factory.mktemp("policy"))
+    return make_models(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +69,36 @@ def test_two_ranks_make_the_gradient_of_one(
         assert measured[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
 
 
+@pytest.fixture(scope="module")
+def on_cards(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of two ranks on a device that refuses a mix of devices."""
+    out = tmp_path_factory.mktemp("cards")
+    run_ranks(2, "tests.support.card.cases", folder, out, "gspo", *ON_CARDS, timeout_s=300)
+    return out
+
+
 @pytest.mark.parametrize("case", figure_cases.CASES)
 def test_every_figure_of_two_ranks_follows_from_the_log(together: Path, folder: Path, case: str) -> None:
     """Also where a rank has less work than the other, and nothing that it can count in its place."""
-    logged = json.loads((together / f"figures-{case}" / "figures.json").read_text())
-    log = StepLog(together / f"figures-{case}").path(figure_cases.STEP)
+    assert_figures(together / f"figures-{case}", folder, case)
+
+
+def test_every_figure_of_two_ranks_on_cards_follows_from_the_log(on_cards: Path, folder: Path) -> None:
+    assert_figures(on_cards / "gspo", folder, "gspo")
+
+
+def assert_figures(out: Path, folder: Path, case: str) -> None:
+    log = StepLog(out).path(figure_cases.STEP)
+    logged = json.loads((out / "figures.json").read_text())
     assert_figures_of_the_log(logged, log, folder, figure_cases.figure_config(folder, case))
+
+
+@pytest.mark.parametrize("case", ON_CARDS)
+def test_two_ranks_on_cards_have_the_figures_of_one_on_a_cpu(on_cards: Path, folder: Path, case: str) -> None:
+    figures, expected = json.loads((on_cards / f"{case}.json").read_text()), figures_of(case, folder)
+    assert figures.keys() == expected.keys()
+    for name, value in expected.items():
+        assert figures[name] == pytest.approx(value, rel=2e-3, abs=1e-5), name
 
 
 def test_every_rank_is_a_card_with_a_measured_peak(together: Path) -> None:
