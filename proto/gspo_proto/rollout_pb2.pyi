@@ -1224,6 +1224,30 @@ class ScoringFails(_message.Message):
 Global___ScoringFails: _TypeAlias = ScoringFails  # noqa: Y015
 
 @_typing.final
+class Stalled(_message.Message):
+    """Every service waits, and none can end the wait of another. The coordinator issues the open groups again, and the
+    learner gives up the pushes that do not answer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """the wait of each service"""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Stalled: _TypeAlias = Stalled  # noqa: Y015
+
+@_typing.final
 class Event(_message.Message):
     """An entry of events."""
 
@@ -1243,6 +1267,7 @@ class Event(_message.Message):
     PROMPTS_EXHAUSTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     SCORING_FAILS_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     epoch: _builtins.int
     """of the learner that the sender knew; a lower one than the newest is ignored"""
@@ -1268,6 +1293,8 @@ class Event(_message.Message):
     def finished(self) -> Global___Finished: ...
     @_builtins.property
     def scoring_fails(self) -> Global___ScoringFails: ...
+    @_builtins.property
+    def stalled(self) -> Global___Stalled: ...
     def __init__(
         self,
         *,
@@ -1285,12 +1312,13 @@ class Event(_message.Message):
         prompts_exhausted: Global___PromptsExhausted | None = ...,
         finished: Global___Finished | None = ...,
         scoring_fails: Global___ScoringFails | None = ...,
+        stalled: Global___Stalled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "scoring_fails", b"scoring_fails", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "scoring_fails", b"scoring_fails", "stalled", b"stalled", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "epoch", b"epoch", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "schema", b"schema", "scoring_fails", b"scoring_fails", "sender", b"sender", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "unix_s", b"unix_s", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "epoch", b"epoch", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "schema", b"schema", "scoring_fails", b"scoring_fails", "sender", b"sender", "stalled", b"stalled", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "unix_s", b"unix_s", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["step_done", "groups_settled", "version_live", "evaluation_done", "checkpoint_done", "training_done", "stop_requested", "prompts_exhausted", "finished", "scoring_fails"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["step_done", "groups_settled", "version_live", "evaluation_done", "checkpoint_done", "training_done", "stop_requested", "prompts_exhausted", "finished", "scoring_fails", "stalled"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 

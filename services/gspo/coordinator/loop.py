@@ -23,8 +23,10 @@ from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.feed import EventFeed, LearnerProgress
 from gspo.coordinator.groups.ledger import GroupLedger
 from gspo.coordinator.redis_state import IssuePause, RedisEpoch, update_gauges
+from gspo.coordinator.stall_watch import Remedy, StallWatch
 from gspo_proto.learner_pb2 import ProgressReply
 from gspo_proto.rollout_pb2 import (
+    RUN_END_FAILED,
     RUN_END_UNSPECIFIED,
     Event,
     Finished,
@@ -32,6 +34,7 @@ from gspo_proto.rollout_pb2 import (
     PromptsExhausted,
     RunEnd,
     ScoringFails,
+    Stalled,
     StepDone,
     StopRequested,
     TrainingDone,
@@ -55,6 +58,7 @@ class Coordinator:
         self.scheduler, self.ending = scheduler, Ending(service.config.run)
         self.feed, self.pause = EventFeed(service), IssuePause(service.redis, service.keys)
         self._learner, self._redis_epoch = LearnerProgress(service), RedisEpoch(service.redis, service.keys)
+        self._stalls = StallWatch(service.redis, service.keys, service.config)
         self.steps: deque[dict[str, float]] = deque(maxlen=STEPS_LOOKED_AT)
         self._next_watch_s = 0.0
         # Whether the last tick left slots free that the next one can fill.
@@ -175,7 +179,7 @@ class Coordinator:
         return self._learner.note(reply)
 
     async def _watch(self) -> None:
-        """Once a second: a wiped Redis, the pause, deadlines, gauges, the learner's progress."""
+        """Once a second: a wiped Redis, the pause, deadlines, gauges, the learner's progress, a stall."""
         if time.monotonic() < self._next_watch_s:
             return
         self._next_watch_s = time.monotonic() + _WATCH_S
@@ -188,13 +192,30 @@ class Coordinator:
         for row in self.curriculum():
             metrics.PROMPTS_EQUAL.labels(row["source"]).set(int(row["equal"]))
         await self._reconcile()
+        if not (self.ending.over or self.scheduler.busy):
+            await self._end_stall(await self._stalls.look(time.monotonic(), self.waits_for(), self.slots))
+
+    async def _end_stall(self, remedy: Remedy | None) -> None:
+        """Issue the open groups again where nothing moves; end the run where that has not helped."""
+        still_s, chain = self._stalls.clock.limit_s, self._stalls.chain
+        if remedy == "issue again":
+            log.error("stalled", seconds=still_s, chain=chain, detail="open groups are issued again")
+            await self.feed.send(Event(stalled=Stalled(reason=f"nothing has moved for {still_s:g} s: {chain}")))
+            self._learner.ask_now()
+            await self._ledger.reissue_open("stalled")
+        elif remedy == "end":
+            reason = f"nothing moved, also after the open groups were issued again: {chain}; a resume continues"
+            finished = Finished(reason=reason, end=RUN_END_FAILED)
+            await self.feed.send(Event(finished=finished))
+            self.ending.on_finished(finished)
+            log.error("finished", reason=reason)
 
     async def _recover_from_wipe(self) -> None:
         log.warning("redis_wiped", open=len(self.slots.open), detail="open groups are issued again")
         self.feed.rewind()
         self._learner.ask_now()
         if not self.ending.over:
-            await self._ledger.reissue_open()
+            await self._ledger.reissue_open("redis_wiped")
         await self.scheduler.resend_tasks()
         await self.pause.restore()
         await self._resend()

@@ -60,6 +60,7 @@ class Receiver:
     Attributes:
         digest: The digest of the weights that serve.
         fence: The accepted learner.
+        num_frames: Frames of weights that came, of all pushes.
         broken: Resolves with the reason once the engine cannot serve any more.
     """
 
@@ -73,8 +74,14 @@ class Receiver:
         self._load_limit = TimeLimit(self._config.push_timeout_s, _FIRST_LOAD_BYTES_S)
         self._lock = asyncio.Lock()
         self._staging: asyncio.Timeout | None = None
+        self._waits_for_frames, self.num_frames = False, 0
         self.digest = copies.serving_digest()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_working(self) -> bool:
+        """Whether it checks or loads weights, and does not wait for the learner to send them."""
+        return self._lock.locked() and not self._waits_for_frames
 
     async def receive(
         self, frames: AsyncIterator[WeightFrame], go_ahead: Callable[[], Awaitable[None]], limit_s: float | None
@@ -166,14 +173,18 @@ class Receiver:
         return digest
 
     async def _write_all(self, frames: AsyncIterator[WeightFrame]) -> None:
+        self._waits_for_frames = True
         try:
             async for frame in frames:
+                self.num_frames += 1
                 await _uncancelled(asyncio.to_thread(self._write, frame.tensor))
         except StagingError:
             # With frames still on their way, the sender would see "Internal error" instead of the refusal.
             async for _ in frames:
                 continue
             raise
+        finally:
+            self._waits_for_frames = False
 
     def _write(self, frame: TensorFrame) -> None:
         if frame.HasField("changes"):

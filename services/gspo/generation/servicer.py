@@ -52,6 +52,10 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
 
     def facts(self) -> dict[str, Any]:
         """The generator's own fields of its heartbeat."""
+        receiver = self._receiver
+        return self._description() | {"num_frames": receiver.num_frames, "takes_weights": receiver.is_working}
+
+    def _description(self) -> dict[str, Any]:
         return {
             "version": self._engine.version,
             "digest": self._receiver.digest,
@@ -141,7 +145,7 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
             name=self._service.options.name,
             model=self._service.config.model.path,
             learner=self._receiver.fence.learner,
-            **self.facts(),
+            **self._description(),
         )
 
 

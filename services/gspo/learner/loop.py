@@ -56,6 +56,7 @@ from gspo_proto.rollout_pb2 import (
     Event,
     Finished,
     PromptsExhausted,
+    Stalled,
     StopRequested,
     TrainingDone,
     VersionLive,
@@ -108,7 +109,7 @@ class Learner:
         self._groups_in_training: dict[int, tuple[int, ...]] = {}
         # Makes the version of the step before, publishes and reports it.
         self._finishing: asyncio.Task[None] | None = None
-        self._shifts = shifts
+        self._shifts, self._disk = shifts, disk
         shifts.is_stopped = lambda: self._end.is_stopped
         self.trainer = TrainerThread(recovered.trainer, shifts, executor, disk, run_dir.path, keeps_copies=keeps_copies)
         self.publisher = Publisher(service, run_dir.epoch, self._announce_live, shifts, run_dir.append_pushes)
@@ -381,7 +382,11 @@ class Learner:
                     self._end.stop(reason)
                 case PromptsExhausted(num_groups=num_groups):
                     self.intake.expect_no_more_than(num_groups)
-                case Finished():
+                case Stalled():
+                    self.publisher.give_up_pushes()
+                case Finished(reason=reason):
+                    if not (self._end.done_reason or self._end.is_stopped):  # another service has ended the run
+                        self._end.stop(reason)
                     self._end.finished.set()
             self.intake.wake()
 
@@ -428,5 +433,6 @@ class Learner:
             "epoch": self._run_dir.epoch,
             "generators": self.publisher.describe(),
             "notices": self._notices,
+            "works_beside": self._disk.is_writing or (self._finishing is not None and not self._finishing.done()),
             "shift": self._shifts.describe(),
         }

@@ -79,10 +79,11 @@ class LearnerPeer:
         down: While it is set, evaluations are not recorded: no learner hears the events.
         results: Of the settled groups in order, each with whether its rewards differed; None: it does not answer.
         differs: Says it of a group.
+        activity: What its heartbeat says.
     """
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
-        self.redis, self.keys = redis, keys
+        self.redis, self.keys, self.activity = redis, keys, Activity("learner")
         self.progress = ProgressReply(run=keys.run, epoch=1, version=0, live_version=0)
         self.events = Events(redis, keys, "learner-0")
         self._server = GrpcServer(
@@ -101,7 +102,7 @@ class LearnerPeer:
     async def start(self) -> None:
         await self._server.start()
         instance = Instance("learner", "learner-0", grpc=self._server.address)
-        registration = Registration(self.redis, self.keys, instance, Activity("learner"), dict)
+        registration = Registration(self.redis, self.keys, instance, self.activity, dict)
         self._beats = asyncio.create_task(registration.run())
         self._records = asyncio.create_task(self._record())
 
@@ -172,7 +173,7 @@ class GeneratorPeer:
     """Registers as a generator, takes tasks, and answers evaluation tasks with the rewards of the test."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
-        self.redis, self.keys = redis, keys
+        self.redis, self.keys, self.activity = redis, keys, Activity("generation")
         self._tasks = Inbox(redis, keys, keys.prompts, consumer=new_consumer_name("generation"), lease_s=30.0)
         self._eval_tasks = Inbox(redis, keys, keys.eval_prompts, consumer=new_consumer_name("generation"), lease_s=30.0)
 
@@ -180,7 +181,7 @@ class GeneratorPeer:
 
     async def start(self) -> None:
         instance = Instance("generation", "generation-0", grpc="nowhere:1")
-        registration = Registration(self.redis, self.keys, instance, Activity("generation"), dict)
+        registration = Registration(self.redis, self.keys, instance, self.activity, dict)
         self._beats = asyncio.create_task(registration.run())
 
     async def stop(self) -> None:

@@ -86,7 +86,7 @@ async def test_any_number_of_slots_is_filled_in_parts(redis: Redis, keys: Keys, 
     assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
     await redis.delete(keys.prompts, keys.open)
     await create_consumer_groups(redis, keys)
-    await ledger.reissue_open()
+    await ledger.reissue_open("redis_wiped")
     assert await groups(redis, keys) == list(range(2 * MOST_AT_ONCE))
 
 

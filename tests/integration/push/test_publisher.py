@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +17,7 @@ from redis.asyncio import Redis
 from gspo.common.errors import InputError
 from gspo.common.network.grpc_server import open_channel
 from gspo.common.telemetry import metrics
-from gspo.generation.receiver import PushRefusedError
+from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo.learner.push import policy_weights, replicas
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
@@ -124,6 +125,32 @@ async def test_a_generator_that_misses_its_deadline_holds_nobody_up_and_is_asked
         slow.engine.load_s = 0.0
         await learning.until(lambda: serve([slow], policy(2)))
         await learning.until(lambda: learning.states() == ["current", "current"])
+
+
+async def test_a_push_that_never_answers_is_given_up_where_nothing_moves(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own time limit may be far away; once a generator has taken the version, only the answer was lost."""
+    receive, silent = Receiver.receive, asyncio.Event()
+
+    async def no_answer(self: Receiver, *args: Any) -> PushResult:
+        result = await receive(self, *args)
+        if not silent.is_set():
+            silent.set()
+            await asyncio.sleep(50.0)
+        return result
+
+    monkeypatch.setattr(Receiver, "receive", no_answer)
+    config = run_config(tmp_path, make_run, push_timeout_s=50.0)
+    async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
+        learning.publisher.publish(policy(1))
+        await silent.wait()
+        assert serve([only], policy(1)) and not only.servicer.facts()["takes_weights"]
+        assert only.servicer.facts()["num_frames"] == len(policy(1).bits)
+        learning.publisher.give_up_pushes()
+        await learning.until(lambda: [live.version for live in learning.live] == [1])
+        assert learning.states() == ["current"]
+        assert only.headers[1:] == []
 
 
 async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redis_url: str, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from gspo_proto.rollout_pb2 import (
     PromptsExhausted,
     SettledGroup,
     Settlement,
+    Stalled,
     StepDone,
     StopRequested,
     TrainingDone,
@@ -241,6 +242,8 @@ class View:
                 return [ScreenLine(f"stop requested: {reason}")]
             case PromptsExhausted(num_groups=num_groups):
                 return [ScreenLine(f"no more prompts after {num_groups} groups")]
+            case Stalled(reason=reason):
+                return [ScreenLine(f"nothing moves: {reason}", "warning")]
             case Finished() as finished:
                 self.finished = finished
                 if finished.end == RUN_END_FAILED:

@@ -89,20 +89,31 @@ class GroupLedger:
         """Read and tokenise the prompts of the next groups, at most MOST_AT_ONCE, so that issuing is a transaction."""
         await self._tasks.prepare(await self._decided(self.slots.upcoming(min(count, MOST_AT_ONCE))))
 
-    async def reissue_open(self) -> None:
+    async def reissue_open(self, reason: str) -> None:
         """Issue every open group again at its own attempt: Redis lost them, and no attempt of theirs failed.
 
-        Tasks issued between the wipe and its discovery are removed first. A second copy would write entries after its
-        group is settled, and they would stay for ever. The learner may still train rollouts from before the wipe; the
-        new task is removed then.
+        Tasks that are still there are removed first. A second copy would write entries after its group is settled, and
+        they would stay for ever. Finished rollouts are made again, for their entries may be lost. The learner may still
+        train those from before; the new task is removed then.
+
+        Args:
+            reason: A bounded name for the metric.
         """
         await self._remove_tasks(lambda group: group in self.slots.open)
         groups = iter(sorted(self.slots.open.items()))
         while part := list(islice(groups, MOST_AT_ONCE)):
+            await self._forget_finished(group for group, _ in part)
             num_written = await self._write(
                 {group: replace(self._open_group(old.attempt, old.min_version), rewritten=True) for group, old in part}
             )
-            metrics.GROUPS_REISSUED.labels("redis_wiped").inc(num_written)
+            metrics.GROUPS_REISSUED.labels(reason).inc(num_written)
+
+    async def _forget_finished(self, groups: Iterable[int]) -> None:
+        """Have the finished rollouts of some groups made again; unfinished ones continue from their saved states."""
+        keys = [rollout_key(group, number) for group in groups for number in self._numbers]
+        states: Any = await self._redis.hmget(self._keys.partial, keys)
+        if finished := [key for key, state in zip(keys, states, strict=True) if state == DONE]:
+            await self._redis.hdel(self._keys.partial, *finished)
 
     async def handle_expired(self) -> None:
         """Extend, issue again or give up every group past its deadline.

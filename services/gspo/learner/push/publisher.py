@@ -101,6 +101,12 @@ class Publisher:
         """Look at the generators now."""
         self._woken.set()
 
+    def give_up_pushes(self) -> None:
+        """End the pushes in flight as failed, since nothing moves; each generator is then asked for its version."""
+        for replica in self._replicas.values():
+            replica.give_up()
+        self.wake()
+
     async def wait_until_packed(self) -> None:
         """Wait until the newest version is the only one that is kept whole."""
         await self._chain.wait_until_packed()

@@ -61,6 +61,7 @@ class GeneratorReplica:
         self.pushing: asyncio.Task[None] | None = None
         self.problem, self.num_failures, self.not_before_s, self.refuses = "", 0, 0.0, False
         self.behind_since_unix_s: float | None = None
+        self._limit: asyncio.Timeout | None = None
 
     @property
     def name(self) -> str:
@@ -111,12 +112,17 @@ class GeneratorReplica:
         with _push_failures():
             call = GenerationStub(self._channel).PushWeights(timeout=limit_s, metadata=self._metadata)
             try:
-                try:
-                    num_bytes = await _transmit(call, header, frames)
-                finally:
-                    on_sent()
-                result: PushResult = await call
+                async with asyncio.timeout(None) as self._limit:
+                    try:
+                        num_bytes = await _transmit(call, header, frames)
+                    finally:
+                        on_sent()
+                    result: PushResult = await call
+            except TimeoutError as error:
+                reason = "given up, since every service waits and nothing moves"
+                raise PushFailedError(grpc.StatusCode.DEADLINE_EXCEEDED, reason) from error
             finally:
+                self._limit = None
                 call.cancel()
         if (result.version, result.digest) != (header.version, header.digest):
             raise PushFailedError(
@@ -126,6 +132,12 @@ class GeneratorReplica:
             )
         self.version, self.digest = result.version, result.digest
         return result, num_bytes
+
+    def give_up(self) -> None:
+        """End the push in flight as failed, and the pause before the next one."""
+        self.not_before_s = 0.0
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
     def fall_behind(self) -> None:
         """There is a newer version than it serves."""

@@ -69,6 +69,13 @@ class DiskSpace:
     def __init__(self, activity: Activity | None = None, stopping: Callable[[], bool] = lambda: False) -> None:
         self._activity, self._stopping = activity, stopping
         self._pause = threading.Event()
+        # One token for each write in flight, whose changes need no lock.
+        self._writing: set[object] = set()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is in flight, or waits for space."""
+        return bool(self._writing)
 
     def retry_until_written(self, subject: str, where: Path, function: Callable[[], T]) -> T:
         """The result of `function`, called again until the disk has space for its files.
@@ -77,6 +84,14 @@ class DiskSpace:
             subject: Named in the message.
             where: A path on the disk.
         """
+        writing = object()
+        self._writing.add(writing)
+        try:
+            return self._retry(subject, where, function)
+        finally:
+            self._writing.discard(writing)
+
+    def _retry(self, subject: str, where: Path, function: Callable[[], T]) -> T:
         pause_s, before = _FIRST_PAUSE_S, None
         while True:
             try:

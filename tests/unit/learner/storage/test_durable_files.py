@@ -112,8 +112,13 @@ def test_a_learner_that_is_asked_to_end_does_not_wait(small_disk: Path) -> None:
 
 
 def test_what_is_no_full_disk_is_raised_at_once(tmp_path: Path) -> None:
+    disk, during = DiskSpace(Activity("learner")), list[bool]()
+
     def refuse() -> None:
+        during.append(disk.is_writing)
         raise PermissionError(errno.EACCES, "no")
 
     with pytest.raises(PermissionError):
-        DiskSpace(Activity("learner")).retry_until_written("a file", tmp_path, refuse)
+        disk.retry_until_written("a file", tmp_path, refuse)
+    # The coordinator waits for a disk that answers late.
+    assert (during, disk.is_writing) == ([True], False)
