@@ -4,13 +4,13 @@
 # It needs Python 3.11 or newer, a C++ compiler with Python's headers for vLLM's compiled graphs, libnuma for vLLM, and
 # bubblewrap and libseccomp for the sandbox. On Debian and as root it installs missing ones. For the tests it adds
 # iproute2 (network namespaces), prometheus (rules and dashboards) and kubectl (8 MB: it renders deploy/kubernetes).
-# deploy/requirements-cpu.lock pins everything.
+# deploy/requirements-cpu.lock pins everything; $LOCK may name another.
 set -eu
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
 TORCH=2.13.0
 UV=0.13.8
-LOCK=deploy/requirements-cpu.lock
+LOCK=${LOCK:-deploy/requirements-cpu.lock}
 STAMP=$VENV/.gspo-$(cat "$LOCK" pyproject.toml deploy/setup.sh | sha256sum | cut -c1-16)
 
 [ -e "$STAMP" ] && exit 0
