@@ -37,9 +37,16 @@ def chaos_engines(
     """Train the arithmetic example with and without kills, and compare the policies for docs/chaos.md."""
     results.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gspo-learns-", ignore_cleanup_errors=True) as folder:
+        began_unix_s = time.time()
         alone = alone or _run(Path(folder) / "alone", seed, every=None)[0]
         struck, kills = _run(Path(folder) / "struck", seed, every=every)
-        pair = {"seed": seed, "alone": _outcome(alone), "struck": _outcome(struck), "kills": kills}
+        pair = {
+            "began_unix_s": began_unix_s,
+            "seed": seed,
+            "alone": _outcome(alone),
+            "struck": _outcome(struck),
+            "kills": kills,
+        }
     (results / f"learns-seed-{seed}.json").write_text(json.dumps(pair, indent=1) + "\n")
     print(json.dumps(pair, indent=1))
     raise typer.Exit(0 if _is_as_good(pair) else 1)

@@ -27,7 +27,7 @@ with other work, and simulated rounds were played side by side.
 
 A fault ends (`lasts`) when the process continues, the network is back, or the disk works. The run has *recovered* \
 when every process runs, every generator has the newest weights, and two more steps are trained. Seconds count from \
-the start of the fault. `never` means not within 120 s of its end, or 240 s with the real engines.
+the start of the fault. `never` means not within 120 s of its end, or 600 s with the real engines.
 
 {kinds}
 

@@ -113,7 +113,7 @@ def _rounds(rounds: list[Record]) -> str:
     frame = pd.json_normalize(rounds)
     return table(
         ("round", frame.workload + " " + frame.number.astype(str), ""),
-        ("began, UTC", [time.strftime("%Y-%m-%d %H:%M", time.gmtime(began)) for began in frame.began_unix_s], ""),
+        ("began, UTC", frame.began_unix_s.map(_utc), ""),
         ("commit", frame.commit, ""),
         ("faults", frame.faults.map(len), "d"),
         ("planned", frame.planned, "d"),
@@ -143,6 +143,7 @@ def _runs(engines: list[Record]) -> str:
         {
             **pair[name],
             "run": f"seed {pair['seed']}, {label}",
+            "began": _utc(pair["began_unix_s"]),
             "kills": ", ".join(f"{kill['who']} {kill['step']}" for kill in pair["kills"]) if name == "struck" else "",
         }
         for pair in engines
@@ -152,12 +153,17 @@ def _runs(engines: list[Record]) -> str:
     accuracy = side_by_side((frame.accuracy_after, ".3f"), (frame.accuracy_after_stderr, ".3f"), separator=" ± ")
     return table(
         ("run", frame.run, ""),
+        ("began, UTC", frame.began, ""),
         ("accuracy before", frame.accuracy_before, ".3f"),
         ("after", accuracy, ""),
         *((f"groups {name}", frame[f"groups.{name}"], "d") for name in ("issued", "trained", "unused")),
         ("total, s", frame.wall_s, ".0f"),
         ("killed at step", frame.kills, ""),
     )
+
+
+def _utc(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(unix_s))
 
 
 def _total(counts: pd.Series[str]) -> str:

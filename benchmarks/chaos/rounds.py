@@ -21,7 +21,7 @@ from benchmarks.chaos.target import RunUnderTest
 from benchmarks.chaos.workloads import Workload
 from benchmarks.harness.section import Record, machine_facts
 
-_START_S = 400.0
+_START_S = 600.0
 
 
 @dataclass(frozen=True)

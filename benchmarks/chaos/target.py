@@ -48,7 +48,7 @@ _SECRET = "a-secret-of-the-chaos"  # noqa: S105 - of a Redis for minutes
 _ENDLESS = 1_000_000
 _STEPS_AFTERWARDS = 3
 _DISK_MB = 512
-_START_S, _END_S = 300.0, 180.0
+_START_S, _END_S = 600.0, 300.0
 _LOOK_EVERY_S = 0.5
 # Steps after a fault until the run counts as well again: the first may have been in flight.
 _STEPS_UNTIL_WELL = 2

@@ -81,6 +81,8 @@ class Workload:
 
 
 SIMULATED = Workload("simulated", "simulated", PROCESSES, is_simulated=True, recovery_s=120.0)
+# An engine that starts on a busy machine takes minutes of it.
+_ENGINES_RECOVERY_S = 600.0
 _SINGLE: Processes = {**PROCESSES, "generation": ("generation-0",)}
 _ENGINES: dict[str, dict[str, Any]] = {
     "algorithm": {
@@ -104,7 +106,7 @@ CONVERSATIONS = Workload(
     "conversations, real engines",
     _SINGLE,
     is_simulated=False,
-    recovery_s=240.0,
+    recovery_s=_ENGINES_RECOVERY_S,
     files={"reward.py": _REWARD, "environment.py": _ENVIRONMENT},
     sections={
         **_ENGINES,
@@ -116,7 +118,7 @@ AGENTS = Workload(
     "agents, real engines",
     {**_SINGLE, "gateway": ("gateway-0",), "agents": ("agents-0",)},
     is_simulated=False,
-    recovery_s=240.0,
+    recovery_s=_ENGINES_RECOVERY_S,
     files={"reward.py": _REWARD, "agent.py": _AGENT},
     sections={
         **_ENGINES,
@@ -128,7 +130,7 @@ AGENTS = Workload(
             "memory_mb": 512,
             "answer_tokens": 12,
             "lease_s": 10.0,
-            "timeout_s": 100.0,
+            "timeout_s": 200.0,
         },
     },
 )

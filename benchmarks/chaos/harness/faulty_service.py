@@ -11,11 +11,18 @@ import os
 import runpy
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 VARIABLE = "GSPO_CHAOS"
 _LOOK_EVERY_S = 0.1
+_STAGING = "gspo.generation.engine.staging"
 
 
 class MovedClock:
@@ -36,11 +43,36 @@ class MovedClock:
         return self._true() + self._offset_s
 
 
-def corrupt_frames(file: Path) -> None:
-    """Flip a bit in the next frame while the file is there, and remove it."""
-    from gspo.generation.engine.staging import PolicyCopies
+class AfterImport(MetaPathFinder):
+    """Changes a module right after its first import, which comes when the service imports it.
 
-    take = PolicyCopies.write, PolicyCopies.change
+    Generation sets variables before it imports torch, and forks before it has threads.
+    """
+
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self._name, self._change = name, change
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
+        """The module's own specification, whose loader also changes it."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_change(module: ModuleType) -> None:
+                execute(module)
+                self._change(module)
+
+            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def corrupt_frames(file: Path, staging: ModuleType) -> None:
+    """Flip a bit in the next frame while the file is there, and remove it."""
+    copies = staging.PolicyCopies
+    take = copies.write, copies.change
 
     def is_due() -> bool:
         if not file.exists():
@@ -56,7 +88,7 @@ def corrupt_frames(file: Path) -> None:
             packed = type(packed)(packed.num_listed, _flipped(packed.data))
         take[1](self, name, offset, num_elements, packed)
 
-    PolicyCopies.write, PolicyCopies.change = write, change  # type: ignore[method-assign]
+    copies.write, copies.change = write, change
 
 
 def _flipped(data: bytes) -> bytes:
@@ -71,7 +103,7 @@ def main() -> None:
     name, folder = options[options.index("--name") + 1], Path(os.environ[VARIABLE])
     time.time = MovedClock(folder / f"clock-{name}").time
     if name.startswith("generation"):
-        corrupt_frames(folder / f"corrupt-{name}")
+        sys.meta_path.insert(0, AfterImport(_STAGING, partial(corrupt_frames, folder / f"corrupt-{name}")))
     sys.argv = [module, *options]
     runpy.run_module(module, run_name="__main__")
 
