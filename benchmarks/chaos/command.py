@@ -62,6 +62,8 @@ def _play(name: RoundName, among: list[str] | None, results: Path) -> int:
 
     workload = WORKLOADS[name.workload]
     planned = round_of(name.seed, name.number, among or workload.kinds(is_root=os.geteuid() == 0), workload.processes)
+    # A shell lets its background processes ignore it, and a round that is interrupted ends its run first.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     playing = run_round(workload, planned, seed=name.seed, number=name.number, keep=results / f"broken-{name}")
     played = asyncio.run(playing)
     keep_round(results, played)

@@ -120,7 +120,9 @@ async def run_round(workload: Workload, faults: Sequence[Fault], *, seed: int, n
             finally:
                 if not is_sound:
                     shutil.rmtree(keep, ignore_errors=True)
-                    shutil.copytree(world.run_dir, keep, ignore=shutil.ignore_patterns("checkpoints", "export"))
+                    if world.run_dir.exists():
+                        shutil.copytree(world.run_dir, keep, ignore=shutil.ignore_patterns("checkpoints", "export"))
+                    keep.mkdir(exist_ok=True)
                     shutil.copy2(log, keep)
             return played
 

@@ -130,7 +130,7 @@ AGENTS = Workload(
             "memory_mb": 512,
             "answer_tokens": 12,
             "lease_s": 10.0,
-            "timeout_s": 200.0,
+            "timeout_s": 100.0,
         },
     },
 )
