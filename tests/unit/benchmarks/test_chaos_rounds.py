@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.chaos.harness.faulty_service import AfterImport
 from benchmarks.chaos.harness.redis_proxy import REDIS_HOST, Route, serve
 from benchmarks.chaos.invariants import InvariantResult
 from benchmarks.chaos.kept_rounds import RoundName, keep_round, kept_rounds, missing_rounds
@@ -164,3 +167,18 @@ def test_the_proxy_cuts_replies_of_the_struck_service_alone(tmp_path: Path) -> N
     assert set(meanwhile) == {b"+PONG\r\n", b"+PO", b""}
     lost = (tmp_path / "drop-reward-0").read_text().splitlines()
     assert len(lost) == sum(reply != b"+PONG\r\n" for reply in meanwhile)
+
+
+def test_a_module_is_changed_at_its_first_import_and_no_earlier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "struck_module.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [AfterImport("struck_module", _double), *sys.meta_path])
+    assert "struck_module" not in sys.modules
+    assert importlib.import_module("struck_module").VALUE == 2
+    assert sys.modules.pop("struck_module").VALUE == 2
+
+
+def _double(module: Any) -> None:
+    module.VALUE *= 2
