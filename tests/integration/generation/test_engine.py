@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gspo.common.config.engines import GenerationConfig
@@ -286,7 +286,8 @@ async def test_a_push_may_leave_out_what_the_engine_ignores_and_nothing_else(
     folder = shutil.copytree(plain, tmp_path / "with_more")
     # Checkpoints of older models have it; every architecture passes it over.
     ignored = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    save_file({ignored: torch.zeros(4)}, folder / "more.safetensors")
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {ignored: torch.zeros(4)}, file, metadata={"format": "pt"})
     copies = PolicyCopies.from_folder(folder, "float32")
     bits = {name: copies.serving.bits(name).copy() for name in copies.places}
 

@@ -13,12 +13,13 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu
-from gspo.common.model.files import ModelFiles, read_model_files
+from gspo.common.model.files import ModelFiles, read_model_files, weight_files
 from gspo.common.model.trained_parameters import num_trained, trained_size
 from gspo.common.planning.memory import RankMemory, TrainedSize, rank_memory
 from gspo.learner.check import check
@@ -78,6 +79,20 @@ def test_a_cut_off_weight_file(folder: Path) -> None:
 def test_a_missing_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     assert "model-00001-of-00002.safetensors, which is missing" in refused(folder).rule
+
+
+def test_files_that_one_of_the_engines_alone_would_read(folder: Path) -> None:
+    model, copy = folder / "model.safetensors", folder / "consolidated.safetensors"
+    shutil.copy(model, copy)
+    assert f"holds model.safetensors beside {copy.name}: the learner would read the first alone" in refused(folder).rule
+    # An index leaves the copy out for both, as Mistral's own does, and an older single file for vLLM alone.
+    shard, index = folder / "model-00001-of-00001.safetensors", folder / "model.safetensors.index.json"
+    shutil.copy(model, shard)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(shard), shard.name)}))
+    assert f"beside {shard.name}: the learner would read the first alone, and vLLM the files" in refused(folder).rule
+    model.unlink()
+    check(make_config(folder))
+    assert weight_files(folder) == [shard]
 
 
 def test_pickled_weights_only_when_asked_for(folder: Path) -> None:

@@ -21,6 +21,8 @@ from gspo.common.errors import InputError
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _PICKLES = ["*.bin"]
+# Mistral's models come a second time in a form of their own.
+_SECOND_COPIES = ["consolidated*"]
 _FIX = "Give a folder that transformers' save_pretrained wrote"
 # Size of a parameter in a pickled file, whose header is not read: the smallest that is usual, so that the
 # estimate of memory is never too low.
@@ -85,7 +87,7 @@ def _from_hub(model: ModelConfig) -> Path:
 
     try:
         patterns = _FILES + (_PICKLES if model.allow_pickle else [])
-        return Path(snapshot_download(model.path, allow_patterns=patterns))
+        return Path(snapshot_download(model.path, allow_patterns=patterns, ignore_patterns=_SECOND_COPIES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(
@@ -182,9 +184,7 @@ def causal_model_types() -> frozenset[str]:
 
 def _weights(folder: Path, allow_pickle: bool) -> tuple[int, dict[str, list[int]]]:
     """Elements of all tensors, and the shape of each by its name; no shapes for a pickle."""
-    _refuse_missing_shards(folder)
-    safe = sorted(folder.glob("*.safetensors"))
-    if safe:
+    if safe := weight_files(folder):
         shapes = {name: shape for path in safe for name, shape in _safetensors_shapes(path).items()}
         return sum(math.prod(shape) for shape in shapes.values()), shapes
     pickled = sorted(folder.glob("pytorch_model*.bin"))
@@ -199,14 +199,29 @@ def _weights(folder: Path, allow_pickle: bool) -> tuple[int, dict[str, list[int]
     raise InputError("model.path", f"{folder} has no weights (*.safetensors)", _FIX)
 
 
-def _refuse_missing_shards(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return
-    named = _read_json(index).get("weight_map")
-    for name in sorted(set(named.values())) if isinstance(named, dict) else ():
-        if not (folder / name).is_file():
-            raise InputError("model.path", f"{folder}: {index.name} names {name}, which is missing", _FIX)
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that both engines read: those of the index, or all; sorted, and none for a pickle.
+
+    Raises:
+        InputError: A file is missing, or the engines would read different ones. transformers prefers the file
+            model.safetensors, vLLM the index; without an index vLLM reads every file.
+    """
+    files, index = sorted(folder.glob("*.safetensors")), folder / "model.safetensors.index.json"
+    named = _read_json(index).get("weight_map") if index.exists() else None
+    by_vllm = [folder / name for name in sorted(set(named.values()))] if isinstance(named, dict) else files
+    for file in by_vllm:
+        if not file.is_file():
+            raise InputError("model.path", f"{folder}: {index.name} names {file.name}, which is missing", _FIX)
+    single = folder / "model.safetensors"
+    if single in files and by_vllm != [single]:
+        other = next(file.name for file in by_vllm if file != single)
+        raise InputError(
+            "model.path",
+            f"{folder} holds {single.name} beside {other}: the learner would read the first alone, and vLLM "
+            f"{'both' if single in by_vllm else f'the files of {index.name}'}",
+            "Remove one of the two from the folder",
+        )
+    return by_vllm
 
 
 def _safetensors_shapes(path: Path) -> dict[str, list[int]]:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, free_memory
+from gspo.common.model.files import weight_files
 from gspo.common.weights import Packed, UnpackError, apply_changes, policy_digest
 from gspo.generation.engine.tied_heads import tied_heads
 
@@ -226,8 +227,7 @@ class PolicyCopies:
 
 def _checkpoint_tensors(folder: Path, left_out: Collection[str]) -> Iterator[tuple[str, Any]]:
     """(name, open safetensors file) of every tensor of the folder that the policy may have, in a fixed order."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not (files := weight_files(folder)):
         raise FileNotFoundError(f"model: {folder} has no .safetensors file; save the model with save_pretrained")
     for file in files:
         with safe_open(file, framework="pt") as part:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.common.errors import InputError
+from gspo.common.model.files import weight_files
 
 _HEAD = "lm_head.weight"
 # The names of the input embedding in the architectures.
@@ -78,7 +79,7 @@ def _is_tied(folder: Path, trust_remote_code: bool) -> bool:
 def _stored_tensors(folder: Path) -> dict[str, _StoredTensor]:
     """Every tensor of a folder's safetensors files by name; none of a file whose header cannot be read."""
     stored = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             try:
