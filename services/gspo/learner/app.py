@@ -10,6 +10,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from gspo.common.telemetry import metrics
 from gspo.learner.loop import Learner
 from gspo.learner.push.copy_memory import CopyMemory
 from gspo.learner.push.shifts import LearnerShifts, ShiftStoppedError
-from gspo.learner.recovery import recover
+from gspo.learner.recovery import compare_with_files, recover
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.trackers import Trackers
@@ -97,6 +98,8 @@ class _Startup:
                 executor, recover, config, model, run_dir, service.activity, self._start_trainer
             )
             shifts.trainer = recovered.trainer
+            notices = recovered.notices + compare_with_files(model, files, recovered.weights)
+            recovered = replace(recovered, notices=notices)
             learner = Learner(
                 service,
                 run_dir,

@@ -16,6 +16,7 @@ import structlog
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.model.files import ModelFiles
 from gspo.common.service.failure import in_step
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.assembler import Assembler
@@ -36,6 +37,8 @@ from gspo_core.advantage import RunningMoments
 log = structlog.get_logger()
 # Model folders in the run directory that a new run may start from.
 _EXPORTED = ("best", "export")
+# Tensors in a sentence.
+_NUM_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class RecoveredState:
     Attributes:
         trainer: On every rank, with these weights.
         weights: Of the version that the step made, or of version 0; it is on record.
-        notices: Sentences for the user about damaged checkpoints.
+        notices: Sentences for the user about damaged checkpoints, and tensors of the model that are left over.
     """
 
     trainer: TrainerApi
@@ -172,6 +175,36 @@ def initial_weights(trainer: TrainerApi) -> PolicyWeights:
         return weights_from(0, trainer.policy())
     except NotFiniteError as error:
         raise InputError("model.path", str(error), "Give another model") from error
+
+
+def compare_with_files(folder: Path, files: ModelFiles, policy: PolicyWeights) -> tuple[str, ...]:
+    """Compare the policy with the files of its model, by whose names and shapes the generators take it.
+
+    Returns:
+        A notice for the user about the tensors that are no part of the policy; none if there are none.
+
+    Raises:
+        InputError: The files lack a tensor, or have it in another shape: no generator could take any version.
+    """
+    if not files.shapes:
+        return ()  # pickles, which generators refuse
+    for name, bits in policy.bits.items():
+        if (stored := files.shapes.get(name)) != list(bits.shape):
+            raise InputError(
+                "model.path",
+                f"the learner's model has {name} of shape {list(bits.shape)}, and the weights in {folder} have "
+                f"{f'shape {stored}' if stored else 'no tensor of this name'}, so no generator could take its updates",
+                "Save the model again: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)",
+            )
+    if not (left_over := sorted(files.shapes.keys() - policy.bits.keys())):
+        return ()
+    log.info("tensors_left_over", names=left_over)
+    more = ", ..." if len(left_over) > _NUM_NAMED else ""
+    notice = (
+        f"{len(left_over)} of {len(files.shapes)} tensors in {folder} are no part of the policy, since the "
+        f"architecture ties or ignores them: {', '.join(left_over[:_NUM_NAMED])}{more}"
+    )
+    return (notice,)
 
 
 def _pass_over(run_dir: RunDir, damage: dict[int, str], from_step: int) -> tuple[str, ...]:

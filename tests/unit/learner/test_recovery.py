@@ -10,16 +10,19 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.simulated.settings import Settings
 from benchmarks.simulated.trainer import SimulatedTrainer
 from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.model.files import read_model_files
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.push.policy_weights import weights_from
-from gspo.learner.recovery import RecoveredState, recover
+from gspo.learner.recovery import RecoveredState, compare_with_files, recover
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.trainer import Trainer
 from gspo.learner.training.trainer_api import (
@@ -312,3 +315,26 @@ def test_a_version_that_is_not_finite_is_refused_wherever_one_is_made(config: Co
         with pytest.raises(InputError, match="replaying it ends as it did before: version 1 is not published"):
             recovered(config, run, NonFiniteTrainer)
         assert run.versions == {}
+
+
+def test_a_policy_has_the_names_and_shapes_of_the_model_files(config: Config) -> None:
+    folder = config.run_dir.parent / "model"
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    policy = weights_from(0, tensors)
+
+    def compared() -> tuple[str, ...]:
+        return compare_with_files(folder, read_model_files(folder, allow_pickle=False), policy)
+
+    assert compared() == ()
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "rotary.inv_freq": torch.ones(2)}
+    save_file(tensors | extra, file)
+    (notice,) = compared()
+    assert notice.startswith(f"2 of {len(tensors) + 2} tensors in {folder} are no part of the policy")
+    assert notice.endswith(": lm_head.weight, rotary.inv_freq")
+    save_file(tensors | {"model.norm.weight": torch.ones(7)}, file)
+    with pytest.raises(InputError, match=r"has model\.norm\.weight of shape \[32\], .* have shape \[7\]"):
+        compared()
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, file)
+    with pytest.raises(InputError, match=r"have no tensor of this name, so no generator .* Save the model again"):
+        compared()

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,7 @@ class ModelFiles:
         highest_token: Largest token id of the tokenizer; None where its vocabulary is in no file that is read here.
         linear: Layer -> shape of its matrix [out, in], of all that can have adapters (LoRA): linear layers, and a
             mixture's routers and experts; empty for a pickle.
+        shapes: Tensor -> shape, of all in the weight files; empty for a pickle.
     """
 
     config: Mapping[str, Any]
@@ -115,6 +116,7 @@ class ModelFiles:
     embedding: list[int] | None
     highest_token: int | None
     linear: Mapping[str, list[int]]
+    shapes: Mapping[str, list[int]] = field(default_factory=dict)
 
 
 def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
@@ -130,7 +132,7 @@ def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
     embedding = next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDING)), None)
     matrices = {name.removesuffix(_WEIGHT): shape for name, shape in shapes.items() if name.endswith(_WEIGHT)}
     linear = {name: shape for name, shape in matrices.items() if len(shape) == 2 and not _NOT_ADAPTED.search(name)}
-    return ModelFiles(config, num_parameters, embedding, _highest_token(folder), linear)
+    return ModelFiles(config, num_parameters, embedding, _highest_token(folder), linear, shapes)
 
 
 def read_tokens(folder: Path) -> dict[str, int]:
