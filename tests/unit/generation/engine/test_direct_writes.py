@@ -34,7 +34,7 @@ class Mixed(nn.Module):
         self.experts = nn.Parameter(torch.zeros(3, 2, 2), requires_grad=False)
 
 
-class Model(nn.Module):
+class DirectlyLoadedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention, self.experts = Sinks(), Mixed()
@@ -66,7 +66,7 @@ CONFIG: Any = SimpleNamespace(dtype=torch.float32)
 
 
 def test_an_update_has_all_tensors_however_they_are_loaded() -> None:
-    model = Model()
+    model = DirectlyLoadedModel()
     serving = dict(model.named_parameters())
     for start in (1.0, 100.0):
         initialize_layerwise_reload(model)
@@ -86,7 +86,7 @@ def test_an_update_has_all_tensors_however_they_are_loaded() -> None:
 
 
 def test_a_layer_without_its_tensors_is_refused() -> None:
-    model, tensors = Model(), policy(1.0)
+    model, tensors = DirectlyLoadedModel(), policy(1.0)
     del tensors["attention.sinks"]
     initialize_layerwise_reload(model)
     with DirectWrites(model):
@@ -96,7 +96,7 @@ def test_a_layer_without_its_tensors_is_refused() -> None:
 
 
 def test_what_no_update_can_repeat_is_refused() -> None:
-    model = Model()
+    model = DirectlyLoadedModel()
     initialize_layerwise_reload(model)
     with DirectWrites(model), pytest.raises(RuntimeError, match=r"sinks is loaded by aten\.fill_\.Scalar"):
         model.attention.sinks.data.fill_(1.0)
