@@ -35,6 +35,7 @@ def main(change: Callable[[Program], Program] = simulated) -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--leave-out", type=int)
     options = parser.parse_args()
 
     def programs(job: Job, redis_url: str) -> list[Program]:
@@ -42,7 +43,12 @@ def main(change: Callable[[Program], Program] = simulated) -> None:
 
     try:
         code = run(
-            options.config, resume=options.resume, plain=options.plain, console=Console(width=200), programs=programs
+            options.config,
+            resume=options.resume,
+            leave_out=options.leave_out,
+            plain=options.plain,
+            console=Console(width=200),
+            programs=programs,
         )
     except InterruptedRunError as stop:
         print(stop, file=sys.stderr)

@@ -7,6 +7,7 @@ Not here: learning.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -30,6 +31,9 @@ from gspo.learner.training.step_metrics import batch_metrics, row_metrics
 from gspo.learner.training.trainer_api import Hyperparameters, TrainResult, WriteCheckpoint
 
 _STATE, _WEIGHTS, _EXPORTED = "caller.json", "weights.safetensors", "model.safetensors"
+# In the folder of the environment's GSPO_CHAOS, as the files of benchmarks/chaos: the number of a step whose training
+# always fails.
+_FAILING_STEP = "fail-learner-0"
 # Far above the rounding of any inference dtype at weights of 0.02 and more.
 _CHANGE = 1e-2
 
@@ -63,8 +67,13 @@ class SimulatedTrainer:
         not_applied: Collection[int],
         hyperparameters: Hyperparameters,
     ) -> TrainResult:
-        """Change a share of every tensor, and take the time that training takes."""
+        """Change a share of every tensor, and take the time that training takes.
+
+        Raises:
+            ValueError: This step is asked to fail.
+        """
         began = time.monotonic()
+        _fail_if_asked(step)
         drawn = np.random.default_rng(_entropy(step, rows, self._weights))
         for weights in self._weights.values():
             flat = weights.reshape(-1)
@@ -116,6 +125,12 @@ class SimulatedTrainer:
 
     def close(self) -> None:
         """There is nothing to end."""
+
+
+def _fail_if_asked(step: int) -> None:
+    file = Path(os.environ.get("GSPO_CHAOS", "")) / _FAILING_STEP
+    if file.is_file() and int(file.read_text()) == step:
+        raise ValueError(f"the training of step {step} always fails")
 
 
 def _save(folder: Path, weights: Mapping[str, NDArray[np.float32]], state: Mapping[str, Any]) -> None:

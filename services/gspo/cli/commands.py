@@ -55,6 +55,10 @@ def run(
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Use all nodes of the Slurm job of this batch script.")
     ] = False,
+    leave_out: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", min=1, help="With --resume, go on without this step, whose training fails."),
+    ] = None,
 ) -> None:
     """Train a model: start Redis and the services, show the progress, write a report.
 
@@ -63,14 +67,16 @@ def run(
     Example: [bold]gspo run config.yaml[/]
 
     Example: [bold]gspo run --resume runs/my-run[/]
+
+    Example: [bold]gspo run --resume --leave-out 12 runs/my-run[/]
     """
     from gspo.cli.run.training import run as run_to_the_end
 
     if slurm:
         from gspo.cli.slurm.slurm_run import run_on_slurm
 
-        raise typer.Exit(run_on_slurm(config, resume=resume, console=Console()))
-    raise typer.Exit(run_to_the_end(config, resume=resume, plain=plain, console=Console()))
+        raise typer.Exit(run_on_slurm(config, resume=resume, leave_out=leave_out, console=Console()))
+    raise typer.Exit(run_to_the_end(config, resume=resume, leave_out=leave_out, plain=plain, console=Console()))
 
 
 @app.command()

@@ -82,7 +82,9 @@ class _Startup:
 
     @asynccontextmanager
     async def open(self, service: Service) -> AsyncIterator[App]:
-        config, run_dir = service.config, self._run_dir
+        config, run_dir, leave_out = service.config, self._run_dir, service.options.leave_out
+        if leave_out is not None:
+            await asyncio.to_thread(run_dir.leave_out, leave_out)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             model = model_folder(config.model)

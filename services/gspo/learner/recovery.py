@@ -48,7 +48,8 @@ class RecoveredState:
     Attributes:
         trainer: On every rank, with these weights.
         weights: Of the version that the step made, or of version 0; it is on record.
-        notices: Sentences for the user about damaged checkpoints, and tensors of the model that are left over.
+        notices: Sentences for the user: damaged checkpoints, steps that are left out, tensors of the model that are
+        left over.
     """
 
     trainer: TrainerApi
@@ -67,7 +68,8 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
             checkpoint is damaged, and the log does not begin at the first step.
     """
     trainer, assembler, weights, notices = restore(config, model, run_dir, activity, start)
-    to_replay = run_dir.steps_to_replay(after=weights.version if weights else 0)
+    first = weights.version if weights else 0
+    to_replay = run_dir.steps_to_replay(after=first)
     for step in to_replay:
         activity.set("busy", "replaying", f"step {step} of {to_replay[-1]}")
         hyperparameters = hyperparameters_of(config, step, run_dir.versions.get(step), run_dir.shortages)
@@ -76,11 +78,21 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
                 weights = replay_step(step, run_dir, trainer, assembler, hyperparameters)
         except NotFiniteError as error:
             raise InputError(
-                str(run_dir.steplog.path(step)), f"replaying it ends as it did before: {error}", "Then resume"
+                str(run_dir.steplog.path(step)),
+                f"replaying it ends as it did before: {error}",
+                f"Then resume, or go on without it: --leave-out {step}",
             ) from error
     weights = weights or initial_weights(trainer)
     run_dir.append_version(weights.version, weights.digest, weights.dtype)
+    notices += tuple(_left_out_notice(step) for step in to_replay if step in run_dir.left_out)
     return RecoveredState(trainer, assembler, weights, notices)
+
+
+def _left_out_notice(step: int) -> str:
+    return (
+        f"Step {step} is left out: its rollouts stay in the log, and version {step} has the weights of version "
+        f"{step - 1}."
+    )
 
 
 def restore(
@@ -274,6 +286,10 @@ def replay_step(
 ) -> PolicyWeights:
     """Train a logged step once more, and record its version and figures; the weights of its version.
 
+    A step that is left out changes no weights and no optimizer state, and has no figures. Its version and its place in
+    the schedule of the learning rate stay. So do its rewards in the running moments: a step that was logged behind it
+    may have them in its advantages.
+
     Args:
         reassembled: Whether the assembler makes mini-batches and advantages anew, under other keys than the log's.
 
@@ -285,6 +301,11 @@ def replay_step(
         rows = assembler.reassemble(step, rows)
     else:
         assembler.replay(rows)
+    if step in run_dir.left_out:
+        weights = weights_from(step, trainer.policy())
+        run_dir.append_version(step, weights.digest, weights.dtype)
+        log.info("step_left_out", step=step, digest=weights.digest[:12])
+        return weights
     trained = trainer.train(step, rows, run_dir.not_applied(step), hyperparameters)
     weights = weights_from(step, trainer.policy())
     run_dir.append_not_applied(step, map(asdict, trained.not_applied))

@@ -1,6 +1,6 @@
 """The token ledger on the disk: the counts in Redis, in `log/ledger.jsonl` after each step and at the end.
 
-consumes: the hash `tokens`. produces: log/ledger.jsonl, gspo_ledger_tokens.
+consumes: the hash `tokens`, log/left_out.jsonl. produces: log/ledger.jsonl, gspo_ledger_tokens.
 A wipe of Redis begins another account; the last that was read of the one before is then recorded.
 """
 
@@ -66,6 +66,8 @@ class TokenAccount:
         account, counts = await read_counts(self._service.redis, self._service.keys)
         if not account:
             return None
+        for column, num in (await asyncio.to_thread(self._run_dir.left_out.moved, account)).items():
+            counts[column] = counts.get(column, 0) + num
         newest = LedgerRecord(step=step, unix_s=time.time(), account=account, tokens=counts)
         before, self._newest = self._newest, newest
         if before is not None and before.account != account:

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from gspo.runlog.checkpoint_files import whole_checkpoints
+from gspo.runlog.left_out import LEFT_OUT, LeftOutRecord, why_not_left_out
 from gspo.runlog.memory_shortages import MemoryShortage, shortage_files
 from gspo.runlog.pushes import PUSHES, PushRecord, by_version
 from gspo.runlog.step_files import step_files
@@ -196,6 +198,26 @@ class RunLog:
         files = [self._read(path.name, MemoryShortage.model_validate) for path in shortage_files(self.folder)]
         return sorted((record for records in files for record in records), key=lambda record: record.unix_s)
 
+    def left_out(self) -> list[int]:
+        """The steps that are left out of training, in order."""
+        return sorted({record.step for record in self._read(LEFT_OUT, LeftOutRecord.model_validate)})
+
+    def why_not_left_out(self, step: int) -> str:
+        """Why a step cannot be left out; empty where it can, or is already."""
+        if step in self.left_out():
+            return ""
+        return why_not_left_out(
+            step,
+            logged=self.step_files(),
+            versions={record.version for record in self.versions()},
+            checkpoint=max(whole_checkpoints(self.folder.parent), default=0),
+        )
+
+    def untrained_step(self) -> int | None:
+        """The first logged step that a resume would train; None where there is none."""
+        left_out = self.left_out()
+        return next((s for s in self.step_files() if s not in left_out and not self.why_not_left_out(s)), None)
+
     def step_files(self) -> dict[int, Path]:
         """The files of the logged steps by step, in order."""
         return step_files(self.folder)
@@ -205,8 +227,8 @@ class RunLog:
         return bool(self.step_files()) or any(self.folder.parent.glob("checkpoints/step-*"))
 
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of the files that grow when a step or an evaluation is recorded."""
-        files = [self.folder / name for name in (METRICS, EVALUATIONS, LEDGER)]
+        """Bytes of the files that grow when a step, a version or an evaluation is recorded."""
+        files = [self.folder / name for name in (METRICS, VERSIONS, EVALUATIONS, LEDGER)]
         return tuple(file.stat().st_size if file.exists() else 0 for file in files)
 
     def _read(self, name: str, parse: Callable[[Mapping[str, Any]], Record]) -> list[Record]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 LEDGER = "ledger.jsonl"
 GENERATED, IN_FLIGHT, LOST, EVALUATION = "generated", "in_flight", "lost", "evaluation"
+LEFT_OUT_TOKENS = "left_out"
 # Column -> its meaning, in the order of display: `generated`, and all that it is the sum of.
 COLUMNS = {
     GENERATED: "sampled for training, and reported to Redis with a rollout's state or result",
@@ -21,6 +22,7 @@ COLUMNS = {
     "masked_failed": "in rollouts of a trained group that had no score",
     "masked_truncated": "in rollouts of a trained group that were cut off (algorithm.mask_truncated)",
     "masked_stale": "too old for the loss, in a trained group (staleness.on_stale: mask)",
+    LEFT_OUT_TOKENS: "in logged steps that a resume left out of training (--leave-out)",
     "filtered": "in groups without a signal",
     "stale": "in groups that were too old",
     "failed": "in finished rollouts of groups that failed",

@@ -20,6 +20,7 @@ from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError
 from gspo.common.network.grpc_server import GrpcApi
 from gspo.common.network.http_server import Receive, Scope, Send, reply
 from gspo.common.service.app import App, Service, run_app
+from gspo.common.service.failure import ProcessFailure
 from gspo.common.service.options import Options
 from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, list_instances
@@ -249,7 +250,11 @@ def test_the_error_of_a_background_task_sets_the_exit_code(
     tmp_path: Path, redis_url: str, error: str, code: int, event: str
 ) -> None:
     assert exit_code(make_run(tmp_path, tmp_path), redis_url, error, tmp_path / "log") == code
-    assert [line["event"] for line in log_events(tmp_path / "log") if line["level"] == "error"] == [event]
+    (line,) = [line for line in log_events(tmp_path / "log") if line["level"] == "error"]
+    assert line["event"] == event
+    failure = ProcessFailure.from_log(line)
+    assert (failure.kind, failure.is_outside, failure.step) == (error.partition("(")[0], False, None)
+    assert failure.place.startswith("<string>:")
 
 
 def test_a_redis_that_takes_no_password_of_ours_is_bad_input(tmp_path: Path) -> None:

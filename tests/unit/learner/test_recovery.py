@@ -23,6 +23,7 @@ from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.recovery import RecoveredState, compare_with_files, recover
+from gspo.learner.replay.replayer import make_steps
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.trainer import Trainer
 from gspo.learner.training.trainer_api import (
@@ -32,6 +33,7 @@ from gspo.learner.training.trainer_api import (
     TrainResult,
     configured_hyperparameters,
 )
+from gspo.runlog.run_log import RunLog
 from gspo.runlog.step_files import token_file
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
@@ -338,3 +340,99 @@ def test_a_policy_has_the_names_and_shapes_of_the_model_files(config: Config) ->
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, file)
     with pytest.raises(InputError, match=r"have no tensor of this name, so no generator .* Save the model again"):
         compared()
+
+
+def logged_steps(run: RunDir, scored: Any, steps: Collection[int]) -> None:
+    for step in steps:
+        run.write_step(step, [replace(row_from_scored(scored(step)), step=step)])
+
+
+def test_a_step_that_is_left_out_changes_no_weights_and_moves_no_other_step(config: Config, scored) -> None:
+    config = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"schedule": "cosine", "warmup_steps": 2})}
+    )
+    with RunDir(config.run_dir) as run:
+        train_run(config, run, scored, steps=1, checkpoints=(1,))
+        logged_steps(run, scored, (2, 3))
+        run.leave_out(2)
+    # A kill before its version is on record, and no flag at the next resume.
+    with RunDir(config.run_dir) as run:
+        state = recovered(config, run)
+        assert state.trainer.used == {3: configured_hyperparameters(config, 3)}
+        digests = [run.versions[version].digest for version in range(4)]
+        assert digests[1] == digests[2] != digests[3] == state.weights.digest
+        assert run.settlements.ranges() == [(1, 3)]
+        assert state.notices == (
+            "Step 2 is left out: its rollouts stay in the log, and version 2 has the weights of version 1.",
+        )
+    assert [record.step for record in RunLog(config.run_dir).steps()] == [3]
+
+
+def test_several_steps_may_be_left_out_one_after_the_other(config: Config, scored) -> None:
+    with RunDir(config.run_dir) as run:
+        train_run(config, run, scored, steps=1, checkpoints=())
+        logged_steps(run, scored, (2,))
+        run.leave_out(2)
+        run.leave_out(2)
+        recovered(config, run)
+    with RunDir(config.run_dir) as run:
+        logged_steps(run, scored, (3, 4))
+        run.leave_out(3)
+        state = recovered(config, run)
+        assert list(state.trainer.used) == [1, 4]
+        # A restart under the same option, after the checkpoint too.
+        save(run, 4, state.trainer)
+        run.leave_out(3)
+        assert recovered(config, run).notices == ()
+    assert RunLog(config.run_dir).left_out() == [2, 3]
+
+
+def test_the_running_moments_keep_the_rewards_of_a_step_that_is_left_out(config: Config, scored) -> None:
+    """A step that was logged behind it has them in its advantages, and a replay may make those anew."""
+    config = config.with_keys(algorithm={"reward_norm": "running"})
+    with RunDir(config.run_dir) as run:
+        logged_steps(run, scored, (1, 2))
+        count = recovered(config, run).assembler.moments.count
+        assert count > 0
+    with RunDir(config.run_dir) as run:
+        logged_steps(run, scored, (3,))
+        run.leave_out(3)
+        assert recovered(config, run).assembler.moments.count > count
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (1, "lies before the last checkpoint, of step 1"),
+        (2, "was applied: policy version 2 is on record"),
+        (4, "is not logged: the log ends with step 3"),
+    ],
+)
+def test_a_step_that_cannot_be_left_out_is_refused_with_the_reason(
+    config: Config, scored, step: int, reason: str
+) -> None:
+    with RunDir(config.run_dir) as run:
+        train_run(config, run, scored, steps=2, checkpoints=(1,))
+        logged_steps(run, scored, (3,))
+        with pytest.raises(InputError, match=f"--leave-out: step {step} {reason}"):
+            run.leave_out(step)
+        assert RunLog(config.run_dir).untrained_step() == 3
+        run.leave_out(3)
+        assert RunLog(config.run_dir).untrained_step() is None
+
+
+def test_a_replay_passes_over_a_step_that_is_left_out(config: Config, scored, tmp_path: Path) -> None:
+    with RunDir(config.run_dir) as run:
+        train_run(config, run, scored, steps=1, checkpoints=())
+        logged_steps(run, scored, (2, 3))
+        run.leave_out(2)
+        recovered(config, run)
+        recorded = {number: version.digest for number, version in run.versions.items()}
+    folder = tmp_path / "replay"
+    (folder / "log").mkdir(parents=True)
+    for file in [*(config.run_dir / "log").glob("step-*"), config.run_dir / "log" / "left_out.jsonl"]:
+        (folder / "log" / file.name).write_bytes(file.read_bytes())
+    model = config.run_dir.parent / "model"
+    make_steps(config, model, folder, 3, RecordingTrainer, lambda: False)
+    with RunDir(folder) as run:
+        assert {number: version.digest for number, version in run.versions.items()} == recorded

@@ -46,7 +46,7 @@ def step(number: int, **figures: float | None) -> dict[str, Any]:
 def test_a_run_without_a_log_has_no_records(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     assert [log.steps(), log.evaluations(), log.versions(), log.settled()] == [[], [], [], []]
-    assert (log.step_files(), log.sizes(), log.problems) == ({}, (0, 0, 0), [])
+    assert (log.step_files(), log.sizes(), log.problems) == ({}, (0, 0, 0, 0), [])
 
 
 def test_a_torn_last_line_is_read_once_it_is_whole(log: RunLog) -> None:
@@ -114,7 +114,7 @@ def test_sizes_change_with_each_record(log: RunLog) -> None:
     before = log.sizes()
     write(log, "metrics.jsonl", step(2))
     assert before != log.sizes()
-    assert before == (len(json.dumps(step(1))) + 1, 0, 0)
+    assert before == (len(json.dumps(step(1))) + 1, 0, 0, 0)
 
 
 def test_step_files_are_found_by_their_whole_name(log: RunLog) -> None:

@@ -26,6 +26,7 @@ from gspo.cli.monitor.view import (
     View,
     card_use_line,
     evaluation_line,
+    left_out_line,
     load_history,
     mismatch_line,
     step_line,
@@ -135,6 +136,8 @@ class StatusPage:
             parts.append(Text(causes))
         if shortage := shortage_line(RunLog(run_dir).shortages()):
             parts.append(Text(shortage, "yellow"))
+        if left_out := left_out_line(RunLog(run_dir).left_out()):
+            parts.append(Text(left_out, "yellow"))
         if self._ledger is not None:
             parts.append(Text(self._ledger.line, "yellow" if self._ledger.warning else ""))
         replicas = self._config.generation.replicas

@@ -318,8 +318,17 @@ def load_history(view: View) -> list[StepRecord]:
         view.step, view.version = record.step, record.version
         view.steps.append(record.figures)
         view.rewards += [record.figures["reward_mean"]] if "reward_mean" in record.figures else []
+    if (left_out := log.left_out()) and left_out[-1] > view.step:
+        view.step = view.version = left_out[-1]
     view.evaluations += log.evaluations()
     return steps
+
+
+def left_out_line(steps: Sequence[int]) -> str:
+    """The steps that are left out of training, in one line; empty where there are none."""
+    if not steps:
+        return ""
+    return f"left out of training (--leave-out): step {', '.join(map(str, steps))}"
 
 
 def step_line(view: View) -> str:

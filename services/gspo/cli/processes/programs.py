@@ -31,6 +31,7 @@ class Job:
         coordinator_options: Further options of the coordinator.
         placement: The GPUs of its processes.
         preflight: Processes that wait to become the services' first ones.
+        leave_out: A logged step that the learner passes over.
         nodes: The nodes of a cluster, if the run has several; None starts everything on this machine.
     """
 
@@ -42,6 +43,12 @@ class Job:
     placement: Placement = NO_GPUS
     preflight: Preflight = field(default_factory=Preflight)
     nodes: Nodes | None = None
+    leave_out: int | None = None
+
+    @property
+    def learner_options(self) -> tuple[str, ...]:
+        """Further options of the learner."""
+        return () if self.leave_out is None else ("--leave-out", str(self.leave_out))
 
     @property
     def has_external_learner(self) -> bool:
@@ -108,6 +115,7 @@ def service_programs(job: Job, redis_url: str) -> list[Program]:
         command += ["--run-dir", str(job.run_dir), "--redis-url", redis_url]
         command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
         command += job.coordinator_options if service == COORDINATOR else ()
+        command += job.learner_options if service == LEARNER else ()
         program = Program(
             name, tuple(command), environment=job.placement.environment(name), preflight=job.preflight.take(name)
         )
@@ -124,5 +132,6 @@ def external_learner_command(job: Job, redis_url: str) -> str:
     return (
         "learner.ranks is 0. Start the learner on each of its hosts, with --node-rank 0 on this one:\n"
         f"{variables}torchrun --nnodes HOSTS --node-rank N --nproc-per-node RANKS --master-addr THIS_HOST "
-        f"--master-port 29500 -m gspo.learner --run-dir {job.run_dir.resolve()} --redis-url {redis_url}"
+        f"--master-port 29500 -m gspo.learner --run-dir {job.run_dir.resolve()} --redis-url {redis_url} "
+        + " ".join(job.learner_options)
     )

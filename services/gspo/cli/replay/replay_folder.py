@@ -22,6 +22,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.durable_write import replace_file
 from gspo.runlog.checkpoint_files import CHECKPOINTS, whole_checkpoints
+from gspo.runlog.left_out import LEFT_OUT
 from gspo.runlog.run_log import LOG_FOLDER, LOSS_NAME, NOT_APPLIED, REPLAYED_VERSIONS, VERSIONS
 from gspo.runlog.step_files import step_files
 
@@ -160,12 +161,13 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _write_record(plan: ReplayPlan, path: Path) -> None:
-    """The recorded versions, for their hyperparameters, and the mini-batches that were not applied."""
+    """The recorded versions, for their hyperparameters; the steps and mini-batches that were not applied."""
     log = plan.run_dir / LOG_FOLDER
     replace_file(path / REPLAYED_VERSIONS, "".join(_lines(log / VERSIONS, plan.last)).encode())
     # Under other keys a mini-batch may well be finite.
     last = plan.first - 1 if plan.changed.trains_otherwise else plan.last
     (path / LOG_FOLDER).mkdir(exist_ok=True)
+    replace_file(path / LOG_FOLDER / LEFT_OUT, "".join(_lines(log / LEFT_OUT, plan.last)).encode())
     replace_file(path / LOG_FOLDER / NOT_APPLIED, "".join(_lines(log / NOT_APPLIED, last)).encode())
 
 

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +24,7 @@ from gspo.common.errors import EXIT_FAILED, InputError
 from gspo.common.host.durable_write import replace_file
 from gspo.runlog.checkpoint_files import CHECKPOINTS, whole_checkpoints
 from gspo.runlog.memory_shortages import shortage_line
-from gspo.runlog.run_log import LOG_FOLDER, RunLog
+from gspo.runlog.run_log import LOG_FOLDER, RunLog, StepRecord
 
 RESULT_NAME, PLOT_NAME = "result.json", "replay.png"
 
@@ -185,12 +186,13 @@ class ReplayedSteps:
         start = self.plan.start
         if start in versions and start not in self._compared:
             self._add(start, [self._comparison.version(self.plan.versions.get(start), versions[start])])
-        for record in self._log.steps():
-            step = record.step
+        records: dict[int, StepRecord | None] = dict.fromkeys(self._log.left_out())
+        records |= {record.step: record for record in self._log.steps()}
+        for step, record in sorted(records.items(), key=itemgetter(0)):
             if step in self._compared or step not in versions or not start < step <= self.plan.last:
                 continue
             digest = self._comparison.version(self.plan.versions.get(step), versions[step])
-            values = [digest, *self._comparison.figures(record)]
+            values = [digest, *(self._comparison.figures(record) if record else ())]
             self._add(step, values)
             if self._is_running:
                 self._say(self._progress_line(step, values))

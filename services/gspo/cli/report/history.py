@@ -77,6 +77,7 @@ class RunHistory:
         metrics: Of the trained steps, in order.
         evaluations: Of every held-out file, by policy version.
         versions: Of the policy versions, in order.
+        left_out: Steps that are left out of training, in order.
         step_files: Logged steps that are still on the disk, in order.
         rollouts: By step, how many were trained and skipped.
         config: None where it cannot be read.
@@ -89,6 +90,7 @@ class RunHistory:
         log = RunLog(run_dir)
         self.run_dir, self.problems = run_dir, list[str]()
         self.metrics, self.evaluations, self.versions = log.steps(), log.evaluations(), log.versions()
+        self.left_out = log.left_out()
         self.step_files, self.rollouts, self.groups = log.step_files(), dict[int, Counter[str]](), Groups()
         self._count(log.settled())
         self.ledger, self.pushes, self.shortages = log.ledger(), log.pushes(), log.shortages()

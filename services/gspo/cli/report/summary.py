@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from gspo.cli.monitor.view import largest_pass, mismatch_line, unscored_so_far
+from gspo.cli.monitor.view import largest_pass, left_out_line, mismatch_line, unscored_so_far
 from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
 from gspo.cli.rundir.start import FAILED, STOPPED
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice, verdict
@@ -46,6 +46,7 @@ def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: di
         "held_out": held_out,
         "best": best,
         "steps": history.step,
+        "left_out": history.left_out,
         "policy_version": history.version,
         "digest": history.versions[-1].digest if history.versions else None,
         "reward_first": rewards[0] if rewards else None,
@@ -215,7 +216,9 @@ def _log_notes(history: RunHistory) -> list[str]:
     sentences = []
     if waiting := [step for step in history.step_files if step > history.step]:
         sentences.append(f"Step {waiting[-1]} is logged and not trained yet: `gspo run --resume` trains it first.")
-    if missing := history.step - len(history.metrics):
+    if line := left_out_line(history.left_out):
+        sentences.append(f"Here {line}: its version has the weights of the one before.")
+    if missing := history.step - len(history.metrics) - len(history.left_out):
         sentences.append(
             f"{missing} of {history.step} trained steps have no figures: a kill came between step and figures."
         )

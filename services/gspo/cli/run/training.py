@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gspo.cli.monitor.screens import open_screen
 from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, duration, load_history
-from gspo.cli.processes.exit_codes import InterruptedRunError
+from gspo.cli.processes.exit_codes import InterruptedRunError, RunError
 from gspo.cli.processes.gpu_locks import lock_gpus
 from gspo.cli.processes.longest_rollout import check_longest, longest_rollout
 from gspo.cli.processes.nodes import Nodes
@@ -24,7 +24,16 @@ from gspo.cli.processes.preflight import Preflight, check_services
 from gspo.cli.processes.programs import Job, check_ports, process_names, services_of
 from gspo.cli.processes.redis_server import check_redis
 from gspo.cli.run.session import Interrupts, Programs, run_session
-from gspo.cli.rundir.start import PAGE_NAME, RunStart, decide_start, lock_run_dir, prepare, write_draft
+from gspo.cli.rundir.start import (
+    FAILED,
+    PAGE_NAME,
+    RunStart,
+    decide_start,
+    how_to_recover,
+    lock_run_dir,
+    prepare,
+    write_draft,
+)
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED
 from gspo.common.host.machine import free_memory, visible_gpus
@@ -32,7 +41,8 @@ from gspo.common.model.memory_needs import check_fits, redis_bytes
 from gspo.common.streams.entries import word_of
 from gspo.common.streams.keys import LEARNER, SERVICES
 from gspo.common.tasks import task_group
-from gspo_proto.rollout_pb2 import RUN_END_FAILED, RUN_END_STOPPED, RunEnd
+from gspo.runlog.run_log import RunLog
+from gspo_proto.rollout_pb2 import RUN_END_STOPPED, RunEnd
 
 T = TypeVar("T")
 # Results in the run directory, for the last lines.
@@ -51,12 +61,14 @@ def run(
     resume: bool,
     plain: bool,
     console: Console,
+    leave_out: int | None = None,
     programs: Programs | None = None,
     nodes: Nodes | None = None,
 ) -> int:
     """Run to the end; the exit code.
 
     Args:
+        leave_out: With `resume`, a logged step whose training fails: the run continues without it.
         programs: Makes other service processes than programs.py; for tests.
         nodes: The nodes of a cluster; None starts everything on this machine.
 
@@ -65,7 +77,7 @@ def run(
         RunError: The run could not go on.
         InterruptedRunError: The user stopped it.
     """
-    start = decide_start(target, resume=resume)
+    start = decide_start(target, resume=resume, leave_out=leave_out)
     if start.finished:
         console.print(
             f"{start.run_dir} has finished: {start.finished}. Report: {start.run_dir / PAGE_NAME}\n"
@@ -79,7 +91,10 @@ def run(
         services = run_services(
             start, console, plain=plain, services=services_of(start.config), programs=programs, nodes=nodes
         )
-        view, is_interrupted = asyncio.run(services)
+        try:
+            view, is_interrupted = asyncio.run(services)
+        except RunError as error:
+            raise _with_report(start.run_dir, error) from error
         if is_interrupted and (view.finished is None or _was_stopped(view)):
             raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_continue(start.run_dir)}")
         return _conclude(start, view, console)
@@ -116,7 +131,17 @@ async def run_services(
             _plan_and_check(start, services, placement, preflight, nodes, console), interrupts
         )
         notes = prepare(start)
-        job = Job(start.config, start.run_dir, start.resume, services, coordinator_options, placement, preflight, nodes)
+        job = Job(
+            start.config,
+            start.run_dir,
+            start.resume,
+            services,
+            coordinator_options,
+            placement,
+            preflight,
+            nodes,
+            start.leave_out,
+        )
         processes = {name: ServiceProcess(name, time.time()) for name in job.names}
         view = View(job.config, job.run_dir, processes, phases)
         if job.resume:
@@ -209,6 +234,17 @@ def _how_to_continue(run_dir: Path) -> str:
     return f"Continue it:\n  gspo run --resume {shlex.quote(str(run_dir))}"
 
 
+def _with_report(run_dir: Path, error: RunError) -> RunError:
+    """The error with how to go on, which is in the report too, where a service's own error ended a run."""
+    if error.failure is None or not RunLog(run_dir).has_trained():
+        return error
+    from gspo.cli.report.writer import write_report
+
+    text = f"{error}\n{how_to_recover(run_dir, error.failure.step)}"
+    write_report(run_dir, finished={"end": FAILED, "reason": text})
+    return type(error)(text, error.failure)
+
+
 def _conclude(start: RunStart, view: View, console: Console) -> int:
     """Write the report and print the summary; returns the exit code."""
     from gspo.cli.report.writer import write_report  # here: plotting takes a second to import
@@ -216,12 +252,18 @@ def _conclude(start: RunStart, view: View, console: Console) -> int:
     view.phases.enter("report")
     end = view.finished
     finished = {"end": word_of(RunEnd, end.end), "reason": end.reason} if end else {}
+    advice = ""
+    if finished.get("end") == FAILED:
+        advice = how_to_recover(start.run_dir, RunLog(start.run_dir).untrained_step())
+        finished["reason"] += f"\n{advice}"
     summary = write_report(start.run_dir, wall_s=view.phases.wall_s, finished=finished)
     view.phases.enter("")
     print_summary(summary, start.run_dir, view, console)
     if _was_stopped(view):
-        console.print(_how_to_continue(start.run_dir), highlight=False, soft_wrap=True)
-    return EXIT_FAILED if end is not None and end.end == RUN_END_FAILED else 0
+        advice = _how_to_continue(start.run_dir)
+    if advice:
+        console.print(advice, highlight=False, soft_wrap=True)
+    return EXIT_FAILED if finished.get("end") == FAILED else 0
 
 
 def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: Console) -> None:

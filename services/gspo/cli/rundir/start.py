@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class RunStart:
         changes: The keys that change on this resume, a line each.
         clear: Whether the directory holds files of an earlier start that trained nothing.
         finished: Why the run completed, if no changed key lets it continue; else empty.
+        leave_out: A step that failed, and is left out.
         from_device: The values of a new run that follow from the device, in one line; empty if there are none.
     """
 
@@ -70,18 +71,48 @@ class RunStart:
     changes: tuple[str, ...] = ()
     clear: bool = False
     finished: str = ""
+    leave_out: int | None = None
     from_device: str = ""
 
 
-def decide_start(target: Path, *, resume: bool) -> RunStart:
+def decide_start(target: Path, *, resume: bool, leave_out: int | None = None) -> RunStart:
     """Decide what `gspo run TARGET [--resume]` starts: a new run, or the continuation of a run.
 
     Args:
         target: A configuration file; with `resume` a run directory too.
+        leave_out: A step that is left out.
 
     Raises:
-        InputError: The run directory is in use for something else, or there is nothing to resume.
+        InputError: The run directory is in use for something else, or there is nothing to resume. Or the step cannot be
+            left out.
     """
+    if leave_out is not None and not resume:
+        raise InputError("--leave-out", "is for a step of a run that has trained", "Add --resume")
+    start = _decide_start(target, resume=resume)
+    if leave_out is None:
+        return start
+    if reason := RunLog(start.run_dir).why_not_left_out(leave_out):
+        raise InputError("--leave-out", reason, "Resume without it")
+    return replace(start, leave_out=leave_out)
+
+
+def how_to_recover(run_dir: Path, step: int | None) -> str:
+    """How to continue a run that has failed.
+
+    Args:
+        step: The one that ended it; None where it was in none.
+    """
+    quoted, log = shlex.quote(str(run_dir)), RunLog(run_dir)
+    text = f"Fix the cause, then continue:\n  gspo run --resume {quoted}"
+    if step is None or step != log.untrained_step():
+        return text
+    return (
+        f"{text}\nOr continue without step {step}, whose rollouts stay in the log:\n"
+        f"  gspo run --resume --leave-out {step} {quoted}"
+    )
+
+
+def _decide_start(target: Path, *, resume: bool) -> RunStart:
     if resume and not target.exists():
         raise InputError(str(target), "is neither a run directory nor a configuration file: it does not exist", _RUNS)
     target = config_file_of(target)

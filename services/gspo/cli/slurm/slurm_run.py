@@ -95,11 +95,12 @@ def _takes_steps(node: str) -> bool:
         return False
 
 
-def run_on_slurm(target: Path, *, resume: bool, console: Console) -> int:
+def run_on_slurm(target: Path, *, resume: bool, console: Console, leave_out: int | None = None) -> int:
     """Run over all nodes of this job; returns the exit code.
 
     Args:
         resume: Continue the run; a requeued job continues what it has begun in any case.
+        leave_out: As for `run`.
 
     Raises:
         InputError: A batch script did not start this process, a node is not fit, or the input cannot work.
@@ -111,9 +112,9 @@ def run_on_slurm(target: Path, *, resume: bool, console: Console) -> int:
     target = config_file_of(target)
     run_dir = read_config(target / CONFIG_NAME if target.is_dir() else target).run_dir
     resumes = resume or (allocation.num_requeues > 0 and RunLog(run_dir).has_trained())
-    start = decide_start(target, resume=resumes)
+    start = decide_start(target, resume=resumes, leave_out=leave_out)
     if start.finished:
-        return run(target, resume=resumes, plain=True, console=console)
+        return run(target, resume=resumes, leave_out=leave_out, plain=True, console=console)
     if start.from_device:
         console.print(start.from_device, highlight=False, soft_wrap=True)
     folder = _job_folder(start.config, allocation)
@@ -124,7 +125,7 @@ def run_on_slurm(target: Path, *, resume: bool, console: Console) -> int:
     with watching(allocation.job, allocation.nodes), _time_limit() as is_over:
         try:
             nodes = SlurmNodes(layout, folder)
-            return run(file, resume=resumes, plain=True, console=console, nodes=nodes)
+            return run(file, resume=resumes, leave_out=leave_out, plain=True, console=console, nodes=nodes)
         except NodeLostError as loss:
             if not nodes_of(allocation.job):  # a cancelled job loses its steps too
                 raise

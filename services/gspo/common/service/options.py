@@ -43,6 +43,7 @@ class Options:
     evaluate: bool = False
     stay: bool = False
     waits: bool = False
+    leave_out: int | None = None
 
     @property
     def token(self) -> str:
@@ -93,7 +94,19 @@ def parse_options(
         stay(error, arguments.host or "127.0.0.1", arguments.http_port)
     ports = arguments.http_port, arguments.grpc_port
     resume, evaluate, stays = arguments.resume, arguments.evaluate, arguments.stay
-    return Options(service, arguments.run_dir, redis_url, name, host, *ports, resume, config, evaluate, stays)
+    return Options(
+        service,
+        arguments.run_dir,
+        redis_url,
+        name,
+        host,
+        *ports,
+        resume,
+        config,
+        evaluate,
+        stays,
+        leave_out=arguments.leave_out,
+    )
 
 
 def await_start(options: Options) -> Options:
@@ -122,6 +135,7 @@ def _parser(service: str, meaning: str) -> argparse.ArgumentParser:
     parser.add_argument("--http-port", type=int, default=0, help="0 picks a free port")
     parser.add_argument("--grpc-port", type=int, default=0, help="0 picks a free port")
     parser.add_argument("--resume", action="store_true", help="continue the run of the run directory")
+    parser.add_argument("--leave-out", type=int, metavar="STEP", help="the learner leaves this logged step out")
     parser.add_argument("--evaluate", action="store_true", help="measure the given model once: a run without a learner")
     parser.add_argument(
         "--stay", action="store_true", help="on bad input stay alive, not ready, with the reason: for containers"

@@ -23,7 +23,9 @@ from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlemen
 from gspo.learner.storage.checkpoints import Checkpoints
 from gspo.learner.storage.durable_files import DiskSpace, JsonLines, finite_or_null
 from gspo.learner.storage.group_results import GroupResults, rewards_differ
+from gspo.learner.storage.left_out_steps import LeftOutSteps
 from gspo.learner.storage.step_log import StepLog
+from gspo.runlog.left_out import LEFT_OUT
 from gspo.runlog.pushes import PUSHES, PushRecord
 from gspo.runlog.run_log import (
     EVALUATIONS,
@@ -69,6 +71,7 @@ class RunDir:
         settlements: How groups have ended.
         results: Whether the rewards of these groups differed, in the order of the log.
         versions: The newest record of each policy version.
+        left_out: The steps that a replay passes over.
         evaluations: Label of each recorded evaluation -> its number of prompts, in the order of recording.
         shortages: The steps that ran out of memory before it was opened.
         trained_s: Seconds that the recorded steps took before it was opened.
@@ -91,7 +94,7 @@ class RunDir:
             files.callback(os.close, _take_lock(path))
             self.epoch = _raise_epoch(path / "epoch")
             _remove_unfinished(log_folder, self.checkpoints.folder)
-            names = (SETTLED, VERSIONS, METRICS, EVALUATIONS, NOT_APPLIED, LEDGER, PUSHES)
+            names = (SETTLED, VERSIONS, METRICS, EVALUATIONS, NOT_APPLIED, LEFT_OUT, LEDGER, PUSHES)
             self._lines = {name: files.enter_context(JsonLines(log_folder / name, disk)) for name in names}
             # Trained groups whose step file was removed.
             self._trained_lines: set[int] = set()
@@ -103,6 +106,7 @@ class RunDir:
             self.mismatch_step = max((step.step for step in steps if "sigma_token" in step.figures), default=None)
             self.trained_s = sum(record.figures.get("step_s", 0.0) for record in steps)
             self.shortages = RunLog(path).shortages()
+            self.left_out = LeftOutSteps(self._lines[LEFT_OUT])
             self._not_applied = set(self._lines[NOT_APPLIED].records(lambda line: (line["step"], line["update"])))
             self.evaluations: dict[str, float] = {}
             self._scores: list[tuple[int, str, float | None]] = []
@@ -139,6 +143,18 @@ class RunDir:
         for group in groups:
             self.settlements.add(group, GroupEnding.TRAINED)
         self.results.add(rewards_differ((row.group, row.reward, row.skipped) for row in rows).items())
+
+    def leave_out(self, step: int) -> None:
+        """Leave a logged step out of training from now on, unless it is; on the disk when this returns.
+
+        Raises:
+            InputError: It is not logged, was applied, or lies before the last checkpoint.
+        """
+        if step in self.left_out:
+            return
+        if reason := RunLog(self.path).why_not_left_out(step):
+            raise InputError("--leave-out", reason, "Resume without it")
+        self.left_out.add(step, self.steplog.read(step))
 
     def last_rows(self) -> list[Row]:
         """The rows of the last logged step; none before the first."""
