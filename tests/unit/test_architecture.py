@@ -11,11 +11,11 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository.source_files import ROOT, fail_with, nodes, text_of
+
 SOURCES = ROOT / "services"
 SERVICES = ("agents", "coordinator", "gateway", "generation", "learner", "mcp_servers", "reward", "tracking", "view")
 # What every package may import; runlog imports none of ours.
@@ -47,7 +47,17 @@ WITHOUT_TORCH = (
 )
 # The sandbox knows none of the others, the HTTP API may use all.
 REWARD_LAYERS = ("sandbox", "registry", "functions", "submissions", "scoring", "http_api")
+TORCH = ("torch", "gspo_core")
+# Libraries -> beginnings of the paths that may import them.
+OWNERS = {
+    ("vllm",): ("services/gspo/generation/", "services/gspo/gateway/"),
+    ("deepspeed",): (DEEPSPEED_FILE,),
+    ("mcp", "mcp_types"): ("services/gspo/mcp_servers/",),
+    ("tensorboardX", "wandb"): ("services/gspo/tracking/",),
+}
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+Break = tuple[int, str]  # the line of a module, and the rule that it breaks
 
 
 def modules() -> list[str]:
@@ -56,31 +66,38 @@ def modules() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*.py"))
 
 
-def imports(path: str, source: str) -> set[str]:
-    """Full names of everything a module imports, wherever in it the statement stands."""
+def imports(path: str, source: str) -> dict[str, int]:
+    """Full name -> line of everything a module imports, wherever in it the statement stands."""
     package = path.removeprefix("services/").removesuffix("/__init__.py").removesuffix(".py").split("/")
-    found = set()
-    for node in ast.walk(ast.parse(source)):
+    lines: dict[str, int] = {}
+    for node in nodes(source):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             start = ".".join(package[: len(package) - node.level]) if node.level else ""
             name = ".".join(part for part in (start, node.module or "") if part)
             # `from gspo import learner` imports a package, not a name in one.
-            found |= {f"{name}.{alias.name}" for alias in node.names} if name == "gspo" else {name}
+            names = [f"{name}.{alias.name}" for alias in node.names] if name == "gspo" else [name]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            found |= {part.value for part in node.args[:1] if isinstance(part, ast.Constant)}
-    return {name for name in found if name != "__future__"}
+            names = [str(part.value) for part in node.args[:1] if isinstance(part, ast.Constant)]
+        for name in names:
+            lines.setdefault(name, getattr(node, "lineno", 1))
+    lines.pop("__future__", None)
+    return lines
 
 
 def broken_rules(path: str, source: str) -> list[str]:
-    """Return the rules that the module at `path` breaks."""
+    """Return what the module at `path` breaks, each as `file:line: rule: fix`."""
     imported = imports(path, source)
-    return [
+    breaks = [
         *_foreign_services(path, imported),
         *_foreign_engines(path, imported),
-        *_never_allowed(path, source, imported),
+        *_upward_imports(path, imported),
+        *_pickling(imported),
+        *_never_allowed(source),
     ]
+    return [f"{path}:{line}: {rule}" for line, rule in breaks]
 
 
 def _is_http_api(path: str) -> bool:
@@ -95,16 +112,16 @@ def _top(name: str) -> str:
     return name.split(".")[0]
 
 
-def _foreign_services(path: str, imported: set[str]) -> Iterator[str]:
+def _foreign_services(path: str, imported: dict[str, int]) -> Iterator[Break]:
     service = path.split("/")[2] if path.startswith("services/gspo/") else ""
-    for name in sorted(imported):
+    for name, line in imported.items():
         other = name.split(".")[1] if name.startswith("gspo.") else ""
         if path.startswith("gspo_core/") and _top(name) not in {"torch", "gspo_core", *sys.stdlib_module_names}:
-            yield f"gspo_core imports {name}: torch and the standard library only"
+            yield line, f"gspo_core imports {name}: torch and the standard library only"
         elif (service == "runlog" and other and other != service) or (
             _module(path).startswith(ANYWHERE) and name.startswith("gspo") and not name.startswith(ANYWHERE)
         ):
-            yield f"{_module(path)} imports {name}: libraries for others, of the standard library and pyarrow or httpx"
+            yield line, f"imports {name}: a library for others needs the standard library and pyarrow or httpx alone"
         elif (
             (service in ("agents", "mcp_servers") and name.startswith(LAUNCHER))
             or (service in ("coordinator", "generation") and name.startswith(MCP_SERVERS))
@@ -112,79 +129,75 @@ def _foreign_services(path: str, imported: set[str]) -> Iterator[str]:
         ):
             continue
         elif service and other and other not in (service, *SHARED):
-            yield f"gspo.{service} imports {name}: another service"
+            yield line, f"gspo.{service} imports {name}, of another service: move what both need to gspo.common"
         elif _top(name) in ("tests", "examples", "benchmarks"):
-            yield f"imports {name}, which is not part of the product"
+            yield line, f"imports {name}: it is not part of the product"
 
 
-def _foreign_engines(path: str, imported: set[str]) -> Iterator[str]:
-    tops = {_top(name) for name in imported}
+def _foreign_engines(path: str, imported: dict[str, int]) -> Iterator[Break]:
+    tops = {_top(name): line for name, line in reversed(imported.items())}
+
+    def lines(*names: str) -> Iterator[tuple[int, str]]:
+        return ((tops[name], name) for name in names if name in tops)
+
     if path.startswith(WITHOUT_TORCH) and path not in (TORCH_PROGRAM, TORCH_MODULE):
-        yield from (f"imports {top}, and runs without torch" for top in sorted(tops & {"torch", "gspo_core"}))
-    if "vllm" in tops and not path.startswith(("services/gspo/generation/", "services/gspo/gateway/")):
-        yield "imports vllm outside services/gspo/generation and services/gspo/gateway"
-    if "deepspeed" in tops and path != DEEPSPEED_FILE:
-        yield f"imports deepspeed outside {DEEPSPEED_FILE}"
-    if tops & {"mcp", "mcp_types"} and not path.startswith("services/gspo/mcp_servers/"):
-        yield "imports mcp outside services/gspo/mcp_servers"
-    if tops & {"tensorboardX", "wandb"} and not path.startswith("services/gspo/tracking/"):
-        yield "imports a tracker's library outside services/gspo/tracking"
-    if tops & {"fastapi", "fastapi_offline", "starlette"} and not _is_http_api(path):
-        yield "imports the web framework outside an HTTP API"
+        yield from ((line, f"imports {name}: this package runs without torch") for line, name in lines(*TORCH))
+    for names, folders in OWNERS.items():
+        if not path.startswith(folders):
+            yield from ((line, f"imports {name} outside {' and '.join(folders)}") for line, name in lines(*names))
+    if not _is_http_api(path):
+        web = lines("fastapi", "fastapi_offline", "starlette")
+        yield from ((line, f"imports {name} outside an HTTP API: move the route to one") for line, name in web)
     without_tokenizer = ("services/gspo/common", "services/gspo/cli", "services/gspo/reward")
-    if "transformers" in tops and path.startswith(without_tokenizer) and path != TORCH_PROGRAM:
-        yield "imports transformers where no text is tokenised"
+    if path.startswith(without_tokenizer) and path != TORCH_PROGRAM:
+        yield from ((line, "imports transformers: no text is tokenised here") for line, _ in lines("transformers"))
 
 
-def _never_allowed(path: str, source: str, imported: set[str]) -> Iterator[str]:
-    yield from (f"imports {name}: never pickle" for name in sorted(imported) if _top(name) in PICKLING)
-    for node in ast.walk(ast.parse(source)):
+def _upward_imports(path: str, imported: dict[str, int]) -> Iterator[Break]:
+    """Imports of a package of the reward service from one that is above it in REWARD_LAYERS."""
+    package = path.split("/")[3] if path.startswith("services/gspo/reward/") else ""
+    above = REWARD_LAYERS[REWARD_LAYERS.index(package) + 1 :] if package in REWARD_LAYERS else ()
+    for name, line in imported.items():
+        if name.startswith("gspo.reward.") and name.split(".")[2] in above:
+            yield line, f"imports {name} upward: the layers are {', '.join(REWARD_LAYERS)}"
+
+
+def _pickling(imported: dict[str, int]) -> Iterator[Break]:
+    for name, line in imported.items():
+        if _top(name) in PICKLING:
+            yield line, f"imports {name}: never pickle"
+
+
+def _never_allowed(source: str) -> Iterator[Break]:
+    docs = {id(node.body[0].value) for node in nodes(source) if _has_docstring(node)}
+    for node in nodes(source):
+        if id(node) not in docs and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            trims = "MAXLEN" in node.value or "XTRIM" in node.value
+            if trims:
+                yield node.lineno, "a script trims a stream: trimming drops pending entries too"
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        called = ast.unparse(node.func)
-        if called == "torch.load" and given.get("weights_only") != "True":
-            yield "torch.load without weights_only=True unpickles"
+        if ast.unparse(node.func) == "torch.load" and given.get("weights_only") != "True":
+            yield node.lineno, "torch.load unpickles: pass weights_only=True"
         if node.func.attr == "xtrim" or (node.func.attr == "xadd" and {"maxlen", "minid"} & given.keys()):
             events = node.func.attr == "xadd" and node.args and ast.unparse(node.args[0]).endswith(".events")
             if not events:
-                yield "trims a stream other than events: trimming drops pending entries too"
-    for text in _strings(source):
-        if "MAXLEN" in text or "XTRIM" in text:
-            yield "a script trims a stream"
+                yield node.lineno, "trims a stream other than events: trimming drops pending entries too"
 
 
-def _strings(source: str) -> Iterator[str]:
-    """String constants, docstrings apart."""
-    tree = ast.parse(source)
-    docs = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
-            yield node.value
+def _has_docstring(node: ast.AST) -> bool:
+    defines = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    return defines and bool(node.body) and isinstance(node.body[0], ast.Expr)
 
 
-@pytest.mark.parametrize("path", modules())
-def test_a_module_keeps_the_rules(path: str) -> None:
-    assert broken_rules(path, (ROOT / path).read_text()) == []
+def test_every_module_keeps_the_rules() -> None:
+    fail_with(rule for path in modules() for rule in broken_rules(path, text_of(path)))
 
 
 def test_every_service_is_checked() -> None:
     services = {path.split("/")[2] for path in modules() if path.startswith("services/gspo/") and path.count("/") > 2}
     assert services == {"cli", *SHARED, *SERVICES}
-
-
-def upward_imports(path: str, source: str) -> list[str]:
-    """Imports of a package of the reward service from one that is above it in REWARD_LAYERS."""
-    package = path.split("/")[3]
-    names = {name.split(".")[2] for name in imports(path, source) if name.startswith("gspo.reward.")}
-    above = REWARD_LAYERS[REWARD_LAYERS.index(package) + 1 :] if package in REWARD_LAYERS else ()
-    return sorted(names & set(above))
 
 
 def test_the_wheel_has_every_package_and_no_other() -> None:
@@ -195,13 +208,6 @@ def test_the_wheel_has_every_package_and_no_other() -> None:
     )
 
 
-def test_the_packages_of_the_reward_service_import_downward() -> None:
-    paths = [path for path in modules() if path.startswith("services/gspo/reward/")]
-    assert {path: names for path in paths if (names := upward_imports(path, (ROOT / path).read_text()))} == {}
-    broken = "from gspo.reward.submissions.admission import Admission"
-    assert upward_imports("services/gspo/reward/functions/library.py", broken) == ["submissions"]
-
-
 def test_no_module_beside_the_sandbox_shadows_a_library() -> None:
     # launch.py puts the folder on sys.path for the import of `inside`.
     stems = {path.stem for path in (SOURCES / "gspo/reward/sandbox").glob("*.py")} - {"__init__", "__main__"}
@@ -209,7 +215,7 @@ def test_no_module_beside_the_sandbox_shadows_a_library() -> None:
 
 
 def test_exactly_one_file_imports_deepspeed() -> None:
-    having = [p for p in modules() if any(_top(name) == "deepspeed" for name in imports(p, (ROOT / p).read_text()))]
+    having = [path for path in modules() if any(_top(name) == "deepspeed" for name in imports(path, text_of(path)))]
     assert having == [DEEPSPEED_FILE]
 
 
@@ -222,7 +228,7 @@ def test_exactly_one_file_imports_deepspeed() -> None:
             "from gspo.common.config.schema import Config",
             "gspo_core imports gspo.common.config.schema",
         ),
-        ("services/gspo/common/streams/keys.py", "import torch.nn", "imports torch, and runs without torch"),
+        ("services/gspo/common/streams/keys.py", "import torch.nn", "imports torch: this package runs without torch"),
         ("services/gspo/common/streams/keys.py", "from gspo.learner.assembly.rows import Row", "another service"),
         ("services/gspo/reward/scoring/consumer.py", "from gspo.learner import rows", "another service"),
         ("services/gspo/reward/scoring/consumer.py", "from gspo import learner", "another service"),
@@ -244,6 +250,7 @@ def test_exactly_one_file_imports_deepspeed() -> None:
         ("services/gspo/runlog/run_log.py", "import torch", "imports torch"),
         ("services/gspo/learner/loop.py", "import deepspeed", "imports deepspeed outside"),
         ("services/gspo/learner/trackers.py", "import wandb", "outside services/gspo/tracking"),
+        ("services/gspo/reward/functions/library.py", "from gspo.reward.submissions.admission import A", "upward"),
         ("services/gspo/tracking/follower.py", "import torch", "imports torch"),
         ("services/gspo/coordinator/loop.py", "from fastapi import FastAPI", "outside an HTTP API"),
         ("services/gspo/reward/scoring/scorer.py", "from fastapi_offline import FastAPIOffline", "outside an HTTP API"),

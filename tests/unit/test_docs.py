@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.learner.assembly.rows import SCHEMA
 from gspo.reward.functions.builtins.math_equivalence import compute_score
+from tests.support.repository.source_files import ROOT, fail_with, place, text_of
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 ] + sorted(ROOT.glob("docs/*.md"))
@@ -39,46 +40,57 @@ SECTIONS = "|".join(name for name in Config.model_fields if name not in ("name",
 
 def fenced(document: Path, language: str) -> list[str]:
     """The fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(document), re.MULTILINE | re.DOTALL)
 
 
 def quoted(document: Path) -> set[str]:
     """Everything between backticks."""
-    return set(re.findall(r"`([^`\n]+)`", document.read_text()))
+    return set(re.findall(r"`([^`\n]+)`", text_of(document)))
 
 
-def quoted_in_columns_of_others(document: Path) -> set[str]:
-    """Texts between backticks behind the first column of a table: names of other projects."""
-    rows = [line.partition(" | ")[2] for line in document.read_text().splitlines() if line.startswith("| ")]
+def names_of_others(document: Path) -> set[str]:
+    """Texts between backticks behind the first column of a table in the page on migration: of other projects."""
+    if document.name != "migration.md":
+        return set()
+    rows = [line.partition(" | ")[2] for line in text_of(document).splitlines() if line.startswith("| ")]
     return {name for row in rows for name in re.findall(r"`([^`]+)`", row)} - {key.name for key in explain()}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
-def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-        if "://" not in target:
-            path = document.parent / target
-            assert path.exists() or path == MEASURED, target
+def test_links_lead_somewhere() -> None:
+    fail_with(
+        f"{place(document, f']({target}')}: {target}: there is no such file: link one that is there"
+        for document in DOCUMENTS
+        for target in re.findall(r"\]\(([^)#]+)\)", text_of(document))
+        if "://" not in target and not (document.parent / target).exists() and document.parent / target != MEASURED
+    )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
-def test_files_and_tests_that_are_named_exist(document: Path) -> None:
-    for name in quoted(document):
+def test_files_and_tests_that_are_named_exist() -> None:
+    fail_with(problem for document in DOCUMENTS for problem in missing_files(document))
+
+
+def missing_files(document: Path) -> Iterator[str]:
+    """Yield each file or test that a document names and that is not there."""
+    for name in sorted(quoted(document)):
         path, _, test = name.partition("::")
-        if re.fullmatch(r"(services|gspo_core|tests|proto|deploy|examples|docs)/[\w./-]*", path):
-            assert (ROOT / path).exists() or ROOT / path == MEASURED, name
-            assert not test or f"def {test}(" in (ROOT / path).read_text(), name
+        if not re.fullmatch(r"(services|gspo_core|tests|proto|deploy|examples|docs)/[\w./-]*", path):
+            continue
+        if not (ROOT / path).exists() and ROOT / path != MEASURED:
+            yield f"{place(document, name)}: {path}: there is no such file: name one that is there"
+        elif test and f"def {test}(" not in text_of(path):
+            yield f"{place(document, name)}: {name}: there is no such test: name one that is there"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.name))
-def test_keys_that_are_named_exist(document: Path) -> None:
+def test_keys_that_are_named_exist() -> None:
     known = {key.name for key in explain()}
     packages = {f"gspo.{path.name}" for path in (ROOT / "services/gspo").iterdir() if path.is_dir()}
-    files = {"environment.json"}
-    others = {"migration.md": quoted_in_columns_of_others(document)}.get(document.name, set())
-    for name in quoted(document) - packages - files - others:
-        if found := re.fullmatch(rf"((?:{SECTIONS})\.[a-z_]+)(: .*)?", name):
-            assert found[1] in known, name
+    for_all = packages | {"environment.json"}
+    fail_with(
+        f"{place(document, key[0])}: {key[1]}: there is no such key: docs/config.md lists all"
+        for document in DOCUMENTS
+        for name in sorted(quoted(document) - for_all - names_of_others(document))
+        if (key := re.fullmatch(rf"((?:{SECTIONS})\.[a-z_]+)(: .*)?", name)) and key[1] not in known
+    )
 
 
 def test_keys_of_the_algorithm_are_all_in_its_document() -> None:
@@ -88,22 +100,36 @@ def test_keys_of_the_algorithm_are_all_in_its_document() -> None:
     assert set(AlgorithmConfig.model_fields) - sizes - named == set()
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_table_of_presets_is_what_they_are(preset: str) -> None:
-    text = (ROOT / "docs/gspo.md").read_text()
+def test_the_table_of_presets_is_what_they_are() -> None:
+    page = "docs/gspo.md"
+    text = text_of(page)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     (head,) = [row for row in rows if row[0] == "key" and "`grpo`" in row]
-    column = next(place for place, cell in enumerate(head) if cell.split(" ")[0] == f"`{preset}`")
-    told = {row[0]: row[column] for row in rows if len(row) == len(head)}
+    columns = {cell.split(" ")[0].strip("`"): number for number, cell in enumerate(head)}
+    table = {row[0]: row for row in rows if len(row) == len(head)}
+    fail_with(
+        f"{place(page, f'| {key} |')}: {key} of {preset} is {expected}: write that"
+        for preset in PRESETS
+        for key, expected in preset_cells(preset).items()
+        if same_numbers(table[key][columns[preset]]) != same_numbers(expected)
+    )
+
+
+def same_numbers(cell: str) -> str:
+    """Return a cell with its small numbers written in one way: 3e-4 and 0.0003 are one."""
+    return re.sub(r"\d+e-\d+", lambda number: f"{float(number[0]):g}", cell)
+
+
+def preset_cells(preset: str) -> dict[str, str]:
+    """First cell of a row -> what the column of a preset must have there."""
     config = AlgorithmConfig.model_validate({"preset": preset})
-    for key in ("adv_estimator", "importance_sampling", "loss_agg_mode", "reward_norm", "reward_clip",
-                "reward_shift", "advantage_clip", "whiten_advantages", "dual_clip_loss"):  # fmt: skip
-        assert told[f"`{key}`"] == _shown(getattr(config, key)), key
-    low, high = (float(side) for side in told["clip low / high"].split(" / "))
-    assert (low, high) == config.clip
-    assert told["`num_mini_batches`, `ppo_epochs`"] == f"{config.num_mini_batches}, {config.ppo_epochs}"
-    kl = f"true, {config.kl_loss_coef:g}" if config.use_kl_loss else "false"
-    assert told["`use_kl_loss`, `kl_loss_coef`"] == kl
+    keys = ("adv_estimator", "importance_sampling", "loss_agg_mode", "reward_norm", "reward_clip",
+            "reward_shift", "advantage_clip", "whiten_advantages", "dual_clip_loss")  # fmt: skip
+    return {f"`{key}`": _shown(getattr(config, key)) for key in keys} | {
+        "clip low / high": " / ".join(f"{side:g}" for side in config.clip),
+        "`num_mini_batches`, `ppo_epochs`": f"{config.num_mini_batches}, {config.ppo_epochs}",
+        "`use_kl_loss`, `kl_loss_coef`": f"true, {config.kl_loss_coef:g}" if config.use_kl_loss else "false",
+    }
 
 
 def _shown(value: object) -> str:
@@ -147,13 +173,17 @@ def test_the_architecture_names_every_stream_and_hash() -> None:
         assert f"`{name}`" in text
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/recipes.md"])
-def test_whole_configurations_in_documents_are_valid(document: str, tmp_path: Path) -> None:
-    blocks = [yaml.safe_load(block) for block in fenced(ROOT / document, "yaml")]
-    whole = [block for block in blocks if {"name", "model"} <= block.keys()]
-    assert whole
-    for block in whole:
-        parse_config(block, tmp_path)
+def test_whole_configurations_in_documents_are_valid(tmp_path: Path) -> None:
+    refused = []
+    for document in (ROOT / "README.md", ROOT / "docs/recipes.md"):
+        whole = [text for text in fenced(document, "yaml") if {"name", "model"} <= yaml.safe_load(text).keys()]
+        assert whole, document
+        for text in whole:
+            try:
+                parse_config(yaml.safe_load(text), tmp_path)
+            except InputError as error:
+                refused.append(f"{place(document, text)}: {error}")
+    fail_with(refused)
 
 
 def algorithm_blocks() -> dict[str, str]:
@@ -162,20 +192,25 @@ def algorithm_blocks() -> dict[str, str]:
     return dict(re.findall(r"^([A-Z][\w. +-]*?) ?[(,:].*\n\n```yaml\n([^`]*)^```", section, re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", algorithm_blocks())
-def test_each_line_of_an_algorithm_s_block_changes_something(name: str, tmp_path: Path) -> None:
+def test_each_line_of_an_algorithm_s_block_changes_something(tmp_path: Path) -> None:
+    fail_with(problem for text in algorithm_blocks().values() for problem in idle_lines(text, tmp_path))
+
+
+def idle_lines(text: str, folder: Path) -> Iterator[str]:
+    """Yield each line of a recipe's block that changes nothing."""
     minimal = {"name": "a", "model": {"path": "m"}, "data": {"prompts": "p"}, "run": {"total_steps": 1}}
     minimal |= {"reward": {"functions": [{"path": "r.py"}]}}
-    block = yaml.safe_load(algorithm_blocks()[name])
-    whole = parse_config(minimal | block, tmp_path)
+    block = yaml.safe_load(text)
+    whole = parse_config(minimal | block, folder)
     for section, keys in block.items():
         for key in keys:
             fewer = {other: value for other, value in keys.items() if other != key}
             try:
-                without = parse_config(minimal | block | {section: fewer}, tmp_path)
+                without = parse_config(minimal | block | {section: fewer}, folder)
             except InputError:
                 continue  # the other lines need this one
-            assert without != whole, f"{key} is what it would be without the line"
+            if without == whole:
+                yield f"{place('docs/recipes.md', text)}: {section}.{key} is what it would be without: take it out"
 
 
 def test_the_recipes_have_a_block_for_each_algorithm(tmp_path: Path) -> None:

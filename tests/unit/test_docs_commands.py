@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.support.documents.documented_commands import (
     check,
     shown_commands,
 )
+from tests.support.repository.source_files import fail_with
 from tests.support.tiny_model import make_tiny_model
 
 SHOWN = shown_commands()
@@ -37,15 +39,31 @@ def test_every_program_of_the_documents_is_found() -> None:
     assert len(SHOWN) > 150
 
 
-@pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: f"{shown.document}: {shown.text[:60]}")
-def test_each_command_is_one_that_its_program_takes(shown: Shown) -> None:
-    check(shown)
+def test_each_command_is_one_that_its_program_takes() -> None:
+    fail_with(problem for shown in SHOWN for problem in problems(shown))
 
 
-@pytest.mark.parametrize(("document", "text"), blocks(), ids=lambda text: text[:40])
-def test_each_block_is_of_the_shell_s_syntax(document: str, text: str) -> None:
+def problems(shown: Shown) -> Iterator[str]:
+    """Yield why its program would not take a command of a document."""
+    try:
+        check(shown)
+    except RefusedCommandError as error:
+        yield f"{shown.document}: `{shown.text}`: {error}"
+
+
+def test_each_block_is_of_the_shell_s_syntax() -> None:
+    fail_with(problem for document, text in blocks() for problem in syntax_errors(document, text))
+
+
+def syntax_errors(document: str, text: str) -> Iterator[str]:
+    """Yield what bash says of a block that is not of its syntax."""
     done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), document
+    if done.returncode or done.stderr:
+        yield f"{document}: {done.stderr.strip()} in\n{text}"
+
+
+def test_a_block_with_an_open_bracket_is_refused() -> None:
+    assert len([*syntax_errors("any.md", "(cd docs")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -86,11 +104,12 @@ def leaves(command: object, words: tuple[str, ...] = ()) -> list[tuple[str, ...]
     return [words, *(leaf for name, sub in subcommands.items() for leaf in leaves(sub, (*words, name)))]
 
 
-@pytest.mark.parametrize("words", leaves(get_command(app)), ids=" ".join)
-def test_each_command_explains_itself(words: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(app, [*words, "--help"])
-    assert result.exit_code == 0, result.output
-    assert "Usage" in result.output
+def test_each_command_explains_itself() -> None:
+    fail_with(
+        f"gspo {' '.join(words)} --help: exit code {result.exit_code}\n{result.output}"
+        for words in leaves(get_command(app))
+        if (result := CliRunner().invoke(app, [*words, "--help"])).exit_code or "Usage" not in result.output
+    )
 
 
 def test_the_first_commands_of_a_reader_run(tmp_path: Path) -> None:

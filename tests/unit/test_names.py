@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository.source_files import ROOT, fail_with, nodes, place, text_of
+
 ALLOWED = Path(__file__).with_name("names_allowed.txt")
 ROOTS = ("services", "gspo_core", "tests", "benchmarks", "examples", "deploy")
 SERVICES = ("agents", "cli", "coordinator", "gateway", "generation", "learner", "reward", "tracking", "view")
@@ -45,13 +46,7 @@ def parts(name: str) -> list[str]:
 def modules(root: Path) -> dict[str, str]:
     """Source by path, of every module that is written by hand."""
     paths = (path for folder in ROOTS for path in sorted((root / folder).rglob("*.py")))
-    return {str(path.relative_to(root)): path.read_text() for path in paths if "_pb2" not in path.name}
-
-
-@cache
-def nodes(source: str) -> list[ast.AST]:
-    """Every node of a module's syntax tree."""
-    return list(ast.walk(ast.parse(source)))
+    return {str(path.relative_to(root)): text_of(path) for path in paths if "_pb2" not in path.name}
 
 
 def defined_names(source: str) -> Iterator[str]:
@@ -125,7 +120,23 @@ def large_folders(tree: dict[str, str]) -> set[str]:
     return {f"folder {folder}" for folder, count in counts.items() if count > MAX_MODULES}
 
 
+FIXES = {
+    "module": "a forbidden word: the glossary of ARCHITECTURE.md has the one to use",
+    "name": "a forbidden word: the glossary of ARCHITECTURE.md has the one to use",
+    "class": "another class has this name: say what this one is",
+    "stem": "another module of the service has this name: say what this one does",
+    "folder": f"more than {MAX_MODULES} modules: split it",
+}
 RULES = (forbidden_names, repeated_classes, repeated_modules, large_folders)
+
+
+def where(words: str) -> str:
+    """Return a break as `file:line: rule: fix`."""
+    kind, *rest = words.split(" ")
+    path = next(part for part in rest if "/" in part)
+    name = next((part for part in rest if "/" not in part), "")
+    start = place(path, name) if path.endswith(".py") else path
+    return f"{start}: {' '.join((kind, name)).strip()}: {FIXES[kind]}"
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +151,12 @@ def allowed() -> set[str]:
 
 
 def test_no_name_breaks_a_rule(breaks: set[str], allowed: set[str]) -> None:
-    assert sorted(breaks - allowed) == []
+    fail_with(where(words) for words in sorted(breaks - allowed))
 
 
 def test_every_allowed_break_still_stands(breaks: set[str], allowed: set[str]) -> None:
-    assert sorted(allowed - breaks) == [], "take these lines out of names_allowed.txt"
+    gone = sorted(allowed - breaks)
+    fail_with(f"{place(ALLOWED, words)}: {words}: it no longer stands: take the line out" for words in gone)
 
 
 @pytest.mark.parametrize(

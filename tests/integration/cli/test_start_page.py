@@ -32,7 +32,7 @@ def run(text: str, folder: Path) -> str:
 
 @pytest.mark.long
 def test_the_page_for_the_first_ten_minutes_works(tmp_path: Path) -> None:
-    setup, demo, init, doctor, own = (text for name, text in blocks() if name == "start.md")
+    setup, demo, init, doctor, own = (text for name, text in blocks() if name.startswith("docs/start.md:"))
     run(setup, ROOT)
     report = re.findall(r"\S+report\.html", run(demo, ROOT))
     assert report

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import typer
 import yaml
@@ -21,8 +22,8 @@ from typer.main import get_command
 from gspo.cli.commands import app
 from gspo.common.service.options import _parser
 from gspo.coordinator.page.page_access import LINK_PATH
+from tests.support.repository.source_files import ROOT, place, text_of
 
-ROOT = Path(__file__).parents[3]
 DOCUMENTS = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(ROOT.glob("docs/*.md")),
@@ -59,6 +60,7 @@ class Shown:
     """A command of a document.
 
     Attributes:
+        document: File and line of the block or sentence.
         is_whole: Of a block to be copied; else of a sentence, which may leave arguments out.
     """
 
@@ -72,11 +74,11 @@ class RefusedCommandError(Exception):
 
 
 def blocks() -> list[tuple[str, str]]:
-    """Document and text of each shell block."""
+    """Place and text of each shell block."""
     shown = []
     for path in DOCUMENTS:
-        texts = re.findall(r"^ *```(?:sh|bash|shell)\n(.*?)^ *```", path.read_text(), re.MULTILINE | re.DOTALL)
-        shown += [(path.name, text) for text in texts]
+        texts = re.findall(r"^ *```(?:sh|bash|shell)\n(.*?)^ *```", text_of(path), re.MULTILINE | re.DOTALL)
+        shown += [(place(path, text), text) for text in texts]
     return shown
 
 
@@ -84,9 +86,9 @@ def shown_commands() -> list[Shown]:
     """Every simple command of the blocks, and every one of our programs in a sentence."""
     shown = [Shown(name, command, is_whole=True) for name, text in blocks() for command in _simple_commands(text)]
     for path in DOCUMENTS:
-        prose = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        prose = re.sub(r"^ *```.*?^ *```", "", text_of(path), flags=re.MULTILINE | re.DOTALL)
         quoted = re.findall(r"`([^`\n]+)`", prose)
-        shown += [Shown(path.name, text, is_whole=False) for text in quoted if _is_command(text)]
+        shown += [Shown(place(path, f"`{text}`"), text, is_whole=False) for text in quoted if _is_command(text)]
     return list(dict.fromkeys(shown))
 
 
@@ -176,20 +178,17 @@ def check_click(command: typer.core.TyperCommand, name: str, arguments: Sequence
         _require(not missing, f"{name} needs {', '.join(map(str, missing))}")
 
 
-@cache
-def _makefile() -> str:
-    return (ROOT / "Makefile").read_text()
-
-
 def _check_make(arguments: Sequence[str], *, is_whole: bool) -> None:
     for word in arguments:
         variable, is_set, _ = word.partition("=")
         if is_set:
-            _require(f"$({variable})" in _makefile(), f"the Makefile does not use {variable}")
+            _require(f"$({variable})" in text_of("Makefile"), f"the Makefile does not use {variable}")
             if variable == "NAMES":
                 _check_benchmarks(word.partition("=")[2].split())
         else:
-            _require(re.search(rf"^{re.escape(word)}:", _makefile(), re.MULTILINE), f"make has no target {word}")
+            _require(
+                re.search(rf"^{re.escape(word)}:", text_of("Makefile"), re.MULTILINE), f"make has no target {word}"
+            )
 
 
 def _check_benchmarks(arguments: Sequence[str]) -> None:
@@ -257,9 +256,14 @@ def _check_pip(arguments: Sequence[str], *, is_whole: bool) -> None:
             _require(set(shown[1].split(",")) <= extras, f"{word} names an extra that pyproject.toml has not")
 
 
+@cache
+def _compose_file() -> dict[str, Any]:
+    return dict(yaml.safe_load(text_of("docker-compose.yml")))
+
+
 def _check_docker(arguments: Sequence[str], *, is_whole: bool) -> None:
     _require(arguments and arguments[0] == "compose", "docker is called with compose alone")
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    compose = _compose_file()
     words = list(arguments[1:])
     while words and words[0] in ("-f", "--profile"):
         option, value = words[0], words[1]
@@ -287,7 +291,7 @@ def _routes() -> list[tuple[str, re.Pattern[str]]]:
     routes = [("get", re.compile(path)) for path in ("/readyz", "/healthz", "/metrics/?")]
     routes.append(("post", re.compile(LINK_PATH)))
     for path in (ROOT / "services/gspo").rglob("*.py"):
-        source = path.read_text()
+        source = text_of(path)
         prefix = (re.findall(r'APIRouter\(prefix="([^"]+)"', source) or [""])[0]
         declared = re.findall(r'@\w+\.(get|post|put|delete)\(\s*"([^"]*)"', source)
         added = re.findall(r'\badd\("([A-Z]+)", "([^"]*)"', source) if prefix else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Set
+from functools import cache
 from pathlib import Path
 
 from prometheus_client import Counter, Histogram
@@ -21,6 +22,7 @@ _ALWAYS = {"job", "instance", "le"}
 _SELECTOR = re.compile(r"\b(gspo[_:][a-zA-Z0-9_:]+)(\{[^}]*\})?")
 
 
+@cache
 def _series() -> dict[str, set[str]]:
     """Series -> its labels."""
     found: dict[str, set[str]] = {}

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from gspo.common.telemetry import metrics
@@ -19,8 +19,8 @@ from gspo.common.telemetry.advice import NOISE_TOO_MUCH, TURN_STEPS, TURNS_MORE,
 from tests.conftest import free_port
 from tests.support.monitoring.prometheus_names import unknown_names
 from tests.support.monitoring.prometheus_server import Prometheus
+from tests.support.repository.source_files import ROOT, fail_with, place, text_of
 
-ROOT = Path(__file__).parents[3]
 RULES = ROOT / "deploy/prometheus/rules"
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 GROUPS: list[dict[str, Any]] = [
@@ -29,6 +29,12 @@ GROUPS: list[dict[str, Any]] = [
 ALERTS: dict[str, dict[str, Any]] = {r["alert"]: r for group in GROUPS for r in group["rules"] if "alert" in r}
 RECORDED = {r["record"] for group in GROUPS for r in group["rules"] if "record" in r}
 TESTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests/prometheus/alerts.yml").read_text())["tests"]
+
+
+def where(rule: str) -> str:
+    """Return `file:line` of the rule of a name."""
+    text = re.compile(rf"(alert|record): {rule}$", re.MULTILINE)
+    return next(place(path, found[0]) for path in sorted(RULES.glob("*.yml")) if (found := text.search(text_of(path))))
 
 
 def promtool(*words: str) -> None:
@@ -62,35 +68,44 @@ def test_the_rules_do_what_their_tests_say() -> None:
     promtool("test", "rules", "tests/prometheus/alerts.yml")
 
 
-@pytest.mark.parametrize("alert", ALERTS)
-def test_an_alert_is_tested_as_it_fires_and_as_it_stays_silent(alert: str) -> None:
-    cases = [
+def bad_alerts(alert: str) -> Iterator[str]:
+    """Yield what an alert lacks: tests as it fires and as it stays silent, and a section that says what to do."""
+    cases = {
         bool(case["exp_alerts"])
         for test in TESTS
         if test["name"].startswith(f"{alert} ")
         for case in test["alert_rule_test"]
         if case["alertname"] == alert
-    ]
-    assert {True, False} <= set(cases)
+    }
+    texts = re.findall(rf"^### {alert}\n(.*?)(?=^### |\Z)", OPERATIONS, re.MULTILINE | re.DOTALL)
+    rules = {
+        "tests/prometheus/alerts.yml does not fire it: add a case": True in cases,
+        "tests/prometheus/alerts.yml does not leave it silent: add a case": False in cases,
+        "its runbook_url is not that of its section": ALERTS[alert]["annotations"]["runbook_url"]
+        == f"docs/operations.md#{alert.lower()}",
+        "its severity is neither page nor warning": ALERTS[alert]["labels"]["severity"] in ("page", "warning"),
+        "docs/operations.md has not one section on it: write it": len(texts) == 1,
+    } | {f"its section lacks **{part}:**": f"**{part}:** " in "".join(texts) for part in ("Means", "Cause", "Do")}
+    yield from (rule for rule, holds in rules.items() if not holds)
 
 
-@pytest.mark.parametrize("alert", ALERTS)
-def test_an_alert_leads_to_what_to_do(alert: str) -> None:
-    assert ALERTS[alert]["annotations"]["runbook_url"] == f"docs/operations.md#{alert.lower()}"
-    assert ALERTS[alert]["labels"]["severity"] in ("page", "warning")
-    (text,) = re.findall(rf"^### {alert}\n(.*?)(?=^### |\Z)", OPERATIONS, re.MULTILINE | re.DOTALL)
-    for part in ("Means", "Cause", "Do"):
-        assert f"**{part}:** " in text, part
+def test_every_alert_is_tested_and_leads_to_what_to_do() -> None:
+    fail_with(f"{where(alert)}: {alert}: {rule}" for alert in ALERTS for rule in bad_alerts(alert))
 
 
 def test_no_page_is_left_of_an_alert_that_is_gone() -> None:
     assert set(re.findall(r"^### (\w+)$", OPERATIONS, re.MULTILINE)) == set(ALERTS)
 
 
-@pytest.mark.parametrize("rule", [rule for group in GROUPS for rule in group["rules"]], ids=lambda r: str(r)[:40])
-def test_a_rule_asks_for_metrics_labels_and_figures_that_are_served(rule: dict[str, Any]) -> None:
-    texts = [rule["expr"], *rule.get("annotations", {}).values()]
-    assert [name for text in texts for name in unknown_names(text, RECORDED)] == []
+def test_every_rule_asks_for_metrics_labels_and_figures_that_are_served() -> None:
+    fail_with(
+        f"{where(name)}: {name}: no service serves {unknown}: docs/metrics.md lists what is served"
+        for group in GROUPS
+        for rule in group["rules"]
+        for name in [rule.get("alert") or rule["record"]]
+        for text in [rule["expr"], *rule.get("annotations", {}).values()]
+        for unknown in unknown_names(text, RECORDED)
+    )
 
 
 def test_every_recorded_series_has_its_line() -> None:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +21,8 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from tests.support.monitoring.prometheus_names import unknown_names
+from tests.support.repository.source_files import ROOT, fail_with, place, text_of
 
-ROOT = Path(__file__).parents[3]
 GRAFANA = ROOT / "deploy/grafana"
 FILES = sorted((GRAFANA / "dashboards").glob("*.json"))
 
@@ -38,14 +39,13 @@ def make() -> ModuleType:
     return module
 
 
-def panels() -> list[Any]:
-    """Every panel but the rows."""
-    return [
-        pytest.param(panel, id=f"{path.stem}: {panel['title']}")
-        for path in FILES
-        for panel in json.loads(path.read_text())["panels"]
-        if panel["type"] != "row"
-    ]
+def panels() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place of every panel but the rows, and the panel."""
+    for path in FILES:
+        for panel in json.loads(text_of(path))["panels"]:
+            if panel["type"] != "row":
+                title = json.dumps(panel["title"])
+                yield f"{place(path, f': {title}')}: {title}", panel
 
 
 def through_the_schema(found: dict[str, Any]) -> dict[str, Any]:
@@ -61,11 +61,11 @@ def test_the_committed_dashboards_are_what_the_script_makes(make: ModuleType) ->
         assert path.read_text() == make.build(path.stem), f"python deploy/grafana/make.py writes {path.name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.stem))
-def test_a_dashboard_is_valid_to_grafanas_own_schema(path: Path) -> None:
-    found = json.loads(path.read_text())
-    assert through_the_schema(found) == found
-    assert found["uid"] == f"gspo-{path.stem}"
+def test_every_dashboard_is_valid_to_grafanas_own_schema() -> None:
+    for path in FILES:
+        found = json.loads(text_of(path))
+        assert through_the_schema(found) == found, path.name
+        assert found["uid"] == f"gspo-{path.stem}"
 
 
 def test_the_schema_loses_a_key_that_grafana_does_not_know() -> None:
@@ -74,22 +74,28 @@ def test_the_schema_loses_a_key_that_grafana_does_not_know() -> None:
     assert through_the_schema(found) != found
 
 
-@pytest.mark.parametrize("panel", panels())
-def test_a_panel_asks_a_question_with_unit_and_legends(panel: dict[str, Any]) -> None:
-    assert panel["title"].endswith("?")
-    assert panel["fieldConfig"]["defaults"]["unit"]
-    assert panel["targets"]
-    assert all(target["legendFormat"] for target in panel["targets"])
+def bad_panels(panel: dict[str, Any], source: dict[str, str]) -> Iterator[str]:
+    """Yield what a panel lacks, or asks for that is not served."""
     legends = [target["legendFormat"] for target in panel["targets"]]
-    assert len(set(legends)) == len(legends)
-
-
-@pytest.mark.parametrize("panel", panels())
-def test_a_panel_asks_for_what_is_served_at_the_source_that_is_provisioned(panel: dict[str, Any]) -> None:
-    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    rules = {
+        "its title is no question: end it with ?": panel["title"].endswith("?"),
+        "it has no unit: give one": panel["fieldConfig"]["defaults"]["unit"],
+        "it asks for nothing: give it a query": panel["targets"],
+        "a query has no legend, or that of another: name what it draws": all(legends)
+        and len(set(legends)) == len(legends),
+    }
+    yield from (rule for rule, holds in rules.items() if not holds)
     for target in panel["targets"]:
-        assert target["datasource"] == {"type": source["type"], "uid": source["uid"]}
-        assert unknown_names(target["expr"], set()) == []
+        if target["datasource"] != source:
+            yield f"its source is {target['datasource']}: {source} is provisioned"
+        for name in unknown_names(target["expr"], set()):
+            yield f"no service serves {name}: docs/metrics.md lists what is served"
+
+
+def test_every_panel_asks_a_question_of_what_is_served_with_unit_and_legends() -> None:
+    (source,) = yaml.safe_load((GRAFANA / "provisioning/datasources/prometheus.yml").read_text())["datasources"]
+    provisioned = {"type": source["type"], "uid": source["uid"]}
+    fail_with(f"{where}: {rule}" for where, panel in panels() for rule in bad_panels(panel, provisioned))
 
 
 @pytest.mark.parametrize(("timestamp", "ago_s"), [("0x60", 1200), ("3000x60", 600)], ids=["not ready", "ready"])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Iterator
 
-import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -15,8 +14,8 @@ from gspo.common.telemetry.step_time import CAUSES
 from gspo.learner.intake import UntrainedGroups
 from gspo.learner.step_report import StepClock, StepPhase, export_figures
 from gspo.learner.training.step_metrics import row_metrics
+from tests.support.repository.source_files import ROOT, fail_with, place, text_of
 
-ROOT = Path(__file__).parents[4]
 DOCUMENT = ROOT / "docs" / "metrics.md"
 # Labels that grow with the run would make a time series for each of their values.
 UNBOUNDED = {"group", "rollout", "prompt", "step", "run", "attempt", "entry"}
@@ -28,24 +27,42 @@ def exposed_name(metric: MetricWrapperBase) -> str:
     return f"{metric._name}_total" if isinstance(metric, Counter) else metric._name
 
 
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: str(metric._name))
-def test_a_metric_follows_the_house_names(metric: MetricWrapperBase) -> None:
-    assert re.fullmatch(r"gspo_[a-z_]+[a-z]", metric._name)
-    assert not metric._name.endswith(("_ms", "_minutes", "_mb", "_percent"))
-    assert not UNBOUNDED & set(metric._labelnames)
-    assert metric._documentation[0].isupper() or metric._documentation[0].isdigit()
-    assert not metric._documentation.endswith(".")
+def bad_metrics(metric: MetricWrapperBase) -> Iterator[str]:
+    """Yield what in a metric's name, labels or help is not as in the others."""
+    name, meaning = metric._name, metric._documentation
+    if not re.fullmatch(r"gspo_[a-z_]+[a-z]", name):
+        yield "its name is not gspo_ and words in lower case"
+    if name.endswith(("_ms", "_minutes", "_mb", "_percent")):
+        yield "its unit is no base unit: use seconds, bytes or a ratio"
+    if unbounded := UNBOUNDED & set(metric._labelnames):
+        yield f"the labels {unbounded} grow with the run: take them out"
+    if not (meaning[0].isupper() or meaning[0].isdigit()) or meaning.endswith("."):
+        yield f"its help begins with a capital and has no full stop: {meaning}"
+
+
+def test_every_metric_follows_the_house_names() -> None:
+    page = "services/gspo/common/telemetry/metrics.py"
+    fail_with(
+        f"{place(page, metric._name.removeprefix('gspo_'))}: {metric._name}: {problem}"
+        for metric in METRICS
+        for problem in bad_metrics(metric)
+    )
+
+
+def test_a_metric_of_another_kind_is_found() -> None:
+    registry = CollectorRegistry()
+    assert len([*bad_metrics(Gauge("gspo_Step_ms", "the step.", ["rollout"], registry=registry))]) == 4
 
 
 def test_every_metric_is_fed_by_some_service() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "services").rglob("*.py") if path.name != "metrics.py")
+    source = "".join(text_of(path) for path in (ROOT / "services").rglob("*.py") if path.name != "metrics.py")
     declared = {name for name, metric in vars(metrics).items() if isinstance(metric, MetricWrapperBase)}
     assert declared - set(re.findall(r"metrics\.([A-Z_]+)\b", source)) == set()
 
 
 def sections() -> dict[str, set[str]]:
     """Heading of the document -> the names listed below it."""
-    parts = re.split(r"^## (.+)$", DOCUMENT.read_text(), flags=re.MULTILINE)[1:]
+    parts = re.split(r"^## (.+)$", text_of(DOCUMENT), flags=re.MULTILINE)[1:]
     return {
         heading.lower(): set(re.findall(r"^\| `(gspo_\w+)`", text, re.MULTILINE))
         for heading, text in zip(parts[::2], parts[1::2], strict=True)
@@ -63,11 +80,11 @@ def test_the_document_lists_each_metric_under_the_service_that_serves_it() -> No
     assert {heading: names for heading, names in sections().items() if names} == owned
 
 
-@pytest.mark.parametrize("service", metrics.BY_SERVICE)
-def test_a_service_serves_what_is_its_own_and_nothing_of_the_others(service: str) -> None:
-    registry = metrics.served_by(service)
-    assert served_names(registry) == sections()["every service"] | sections()[service]
-    assert "process_resident_memory_bytes" in generate_latest(registry).decode()
+def test_a_service_serves_what_is_its_own_and_nothing_of_the_others() -> None:
+    for service in metrics.BY_SERVICE:
+        registry = metrics.served_by(service)
+        assert served_names(registry) == sections()["every service"] | sections()[service], service
+        assert "process_resident_memory_bytes" in generate_latest(registry).decode(), service
 
 
 def test_the_document_lists_every_metric_with_its_type_labels_and_help() -> None:
@@ -75,7 +92,7 @@ def test_the_document_lists_every_metric_with_its_type_labels_and_help() -> None
     expected = {
         f"| `{exposed_name(m)}` | {kinds[type(m)]} | {', '.join(m._labelnames)} | {m._documentation} |" for m in METRICS
     }
-    listed = {line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `gspo_")}
+    listed = {line for line in text_of(DOCUMENT).splitlines() if line.startswith("| `gspo_")}
     assert listed == expected
 
 
@@ -83,7 +100,7 @@ def explained_figures() -> tuple[set[str], tuple[str, ...]]:
     """Figures of a step with a meaning in the documents: whole names, and beginnings of names that end in _."""
     names: set[str] = set()
     for page in (DOCUMENT, ROOT / "docs/gspo.md"):
-        for table in re.findall(r"^\| figure \| meaning \|\n.*?\n\n", page.read_text(), re.MULTILINE | re.DOTALL):
+        for table in re.findall(r"^\| figure \| meaning \|\n.*?\n\n", text_of(page), re.MULTILINE | re.DOTALL):
             for line in table.strip().splitlines()[2:]:
                 words = re.findall(r"`(\w+)`", line.split("|")[1])
                 whole = {word for word in words if not word.startswith("_")}
@@ -106,7 +123,7 @@ def test_every_figure_of_a_step_has_a_meaning() -> None:
         *(name for names, _ in CAUSES.values() for name in names),
     }
     for path in [*ROOT.glob("deploy/prometheus/rules/*.yml"), ROOT / "deploy/grafana/dashboards/learning.json"]:
-        used |= set(re.findall(r'figure=\\?"(\w+)\\?"', path.read_text()))
+        used |= set(re.findall(r'figure=\\?"(\w+)\\?"', text_of(path)))
     used |= set(row_metrics([]))
     names, beginnings = explained_figures()
     assert {name for name in used if name not in names and not name.startswith(beginnings)} == set()
