@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -68,7 +69,7 @@ class _Side(asyncio.Protocol):
 class _Replies(_Side):
     """The side of Redis."""
 
-    def __init__(self, drops: _Drops) -> None:
+    def __init__(self, drops: Drops) -> None:
         super().__init__()
         self._drops = drops
 
@@ -83,7 +84,7 @@ class _Replies(_Side):
             self.transport.abort()
 
 
-class _Drops:
+class Drops:
     """The choice of the replies to one service that are lost.
 
     Args:
@@ -100,8 +101,12 @@ class _Drops:
             self._looked_at, self._is_on = time.monotonic(), self._file.exists()
         if not self._is_on or self._drawn.random() >= _DROPPED_SHARE:
             return False
-        with self._file.open("a") as file:
-            file.write("lost\n")
+        try:
+            with self._file.open("r+") as file:  # never a new one: the fault is over where it is gone
+                file.seek(0, os.SEEK_END)
+                file.write("lost\n")
+        except FileNotFoundError:
+            return False
         return True
 
     def is_half_sent(self) -> bool:
@@ -113,7 +118,7 @@ async def serve(folder: Path, routes: list[Route], redis_port: int) -> None:
     """Pass on until cancelled."""
     loop, connecting = asyncio.get_running_loop(), set[asyncio.Task[None]]()
 
-    async def connect(route: Route, drops: _Drops, service: _Side) -> None:
+    async def connect(route: Route, drops: Drops, service: _Side) -> None:
         try:
             _, redis = await loop.create_connection(
                 lambda: _Replies(drops), REDIS_HOST, redis_port, local_addr=(route.source, 0)
@@ -124,7 +129,7 @@ async def serve(folder: Path, routes: list[Route], redis_port: int) -> None:
             return
         service.join(redis)
 
-    def accept(route: Route, drops: _Drops) -> _Side:
+    def accept(route: Route, drops: Drops) -> _Side:
         side = _Side()
         task = loop.create_task(connect(route, drops, side))
         connecting.add(task)
@@ -132,7 +137,7 @@ async def serve(folder: Path, routes: list[Route], redis_port: int) -> None:
         return side
 
     for route in routes:
-        drops = _Drops(folder / f"drop-{route.name}")
+        drops = Drops(folder / f"drop-{route.name}")
         await loop.create_server(lambda r=route, d=drops: accept(r, d), route.host, route.port)  # type: ignore[misc]
     await asyncio.Event().wait()
 

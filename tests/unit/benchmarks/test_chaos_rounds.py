@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.chaos.harness.faulty_service import AfterImport
-from benchmarks.chaos.harness.redis_proxy import REDIS_HOST, Route, serve
+from benchmarks.chaos.harness.redis_proxy import REDIS_HOST, Drops, Route, serve
 from benchmarks.chaos.invariants import InvariantResult
 from benchmarks.chaos.kept_rounds import RoundName, keep_round, kept_rounds, missing_rounds
 from benchmarks.chaos.report import write_report
@@ -144,8 +145,8 @@ async def _ask(port: int) -> bytes:
     return received
 
 
-async def _replies(folder: Path) -> tuple[list[bytes], list[bytes], list[bytes]]:
-    """Replies to a service before its file is there, those meanwhile, and those to another service meanwhile."""
+async def _replies(folder: Path) -> tuple[list[bytes], list[bytes]]:
+    """Replies that no fault strikes (before it, or to another service), and those meanwhile."""
     redis = await asyncio.start_server(_answer, REDIS_HOST, 0)
     routes = [Route(f"reward-{n}", REDIS_HOST, free_port(), f"127.0.0.{10 + n}") for n in range(2)]
     serving = asyncio.create_task(serve(folder, routes, redis.sockets[0].getsockname()[1]))
@@ -158,15 +159,26 @@ async def _replies(folder: Path) -> tuple[list[bytes], list[bytes], list[bytes]]
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     redis.close()
-    return before, meanwhile, beside
+    return [*before, *beside], meanwhile
 
 
 def test_the_proxy_cuts_replies_of_the_struck_service_alone(tmp_path: Path) -> None:
-    before, meanwhile, beside = asyncio.run(_replies(tmp_path))
-    assert set(before) == set(beside) == {b"+PONG\r\n"}
+    others, meanwhile = asyncio.run(_replies(tmp_path))
+    assert set(others) == {b"+PONG\r\n"}
     assert set(meanwhile) == {b"+PONG\r\n", b"+PO", b""}
     lost = (tmp_path / "drop-reward-0").read_text().splitlines()
     assert len(lost) == sum(reply != b"+PONG\r\n" for reply in meanwhile)
+
+
+def test_no_reply_is_lost_after_the_end_of_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "drop-reward-0"
+    file.touch()
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0)  # it looks for the file once
+    drops = Drops(file)
+    assert any(drops.is_next_lost() for _ in range(20))
+    file.unlink()
+    assert not any(drops.is_next_lost() for _ in range(20))
+    assert not file.exists()
 
 
 def test_a_module_is_changed_at_its_first_import_and_no_earlier(
