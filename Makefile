@@ -4,11 +4,22 @@ BIN = $(VENV)/bin
 SEED ?= 0
 # Most tests wait for processes, so two share two cores; a file's tests stay together, with their fixtures.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Tests of the repository's own files: a part of lint, so `make test` leaves them out of its second half.
+CHECKS = $(patsubst %,tests/unit/test_%.py,architecture names site prose promises docs docs_commands)
+# With `ROOM=view` the tests in folders of this name, and ruff on the folders of its code; everything without it.
+ROOM_TESTS = $(if $(ROOM),$(wildcard tests/unit/$(ROOM) tests/integration/$(ROOM)))
+LINTED = $(if $(ROOM),$(wildcard services/gspo/$(ROOM) $(ROOM)) $(ROOM_TESTS),.)
+LINT = "$(BIN)/ruff check $(LINTED)" "$(BIN)/ruff format --check $(LINTED)" "$(BIN)/python deploy/lint/prose.py" \
+  "$(BIN)/mypy" "$(PYTEST) -q $(CHECKS)"
 COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-header
 export PATH := $(abspath $(BIN)):$(PATH)
 
 # $(call need,PROGRAM,WHAT,PACKAGE): tools that not every machine has; their tests are in a folder of their own.
 need = @command -v $(1) >/dev/null || { echo "not tested: $(2); $(1) is missing (Debian: apt-get install $(3))" >&2; exit 3; }
+
+# $(call all,"COMMAND" "COMMAND"): run every command, although one fails; then fail and name those that did.
+all = @failed=; for command in $(1); do echo "$$command"; $$command || failed="$$failed  $$command\n"; done; \
+  [ -z "$$failed" ] || { printf "failed:\n$$failed" >&2; exit 1; }
 
 .PHONY: help setup demo test test-quick test-long test-promises gpu-test compose-test slurm-test browser-test lint docs bench chaos proto lock clean
 
@@ -21,11 +32,12 @@ setup: ## Make the virtual environment with the locked packages
 demo: setup ## Train a small model on arithmetic, from nothing to a report (SEED=0)
 	$(BIN)/python examples/arithmetic/demo.py --seed $(SEED)
 
-test: setup lint ## Everything that CI runs on any machine: lint, types, all tests with the real engines
-	$(PYTEST)
+test: setup ## Everything that CI runs on any machine: lint, types, all tests with the real engines (`ROOM=view`: of one folder)
+	$(if $(ROOM),$(if $(ROOM_TESTS),,$(error no tests/unit/$(ROOM), no tests/integration/$(ROOM): ROOM is a folder of tests, such as view or learner)))
+	$(call all,$(LINT) "$(PYTEST) $(CHECKS:%=--ignore=%) $(ROOM_TESTS)")
 
-test-quick: setup lint ## Lint, types and unit tests: two minutes, before every commit
-	$(PYTEST) tests/unit
+test-quick: setup ## Lint, types and unit tests: two minutes, before every commit
+	$(call all,$(LINT) "$(PYTEST) $(CHECKS:%=--ignore=%) tests/unit")
 
 test-long: setup ## The slow tests: chaos with real engines, property tests with many examples
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile many
@@ -46,11 +58,8 @@ browser-test: setup ## The HTTP APIs against pages of other sites (Error 3: no C
 	$(call need,chromium,pages of other sites,chromium)
 	$(BIN)/python -m pytest tests/browser/pages.py tests/browser/run_page.py tests/browser/function_page.py
 
-lint: setup ## ruff, mypy strict, and the prose of pages and comments
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/python deploy/lint/prose.py
-	$(BIN)/mypy
+lint: setup ## ruff, the prose of pages and comments, mypy strict, the checks of the repository's files (`ROOM=view`)
+	$(call all,$(LINT))
 
 docs: setup ## The documentation as a site in .cache/site, with every link and anchor checked
 	@$(BIN)/uv pip install -q --python $(BIN)/python --no-deps -r deploy/requirements-docs.lock
