@@ -23,6 +23,7 @@ from gspo.cli.processes.redis_server import redis_command
 from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.inbox import create_consumer_groups
 from gspo.common.streams.keys import Keys
+from tests.support.repository.run_report import RunReport
 
 # An example of a few milliseconds takes 200, hypothesis' own limit, where the machine is busy.
 settings.register_profile("few", deadline=None, max_examples=30)
@@ -35,6 +36,11 @@ _DRAW = random.SystemRandom()
 
 # They look at one run, which a session fixture makes.
 WHOLE_RUN = ("tests/integration/run/test_whole_run.py", "tests/integration/run/test_observed_run.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count what the run costs, and report it at its end."""
+    config.pluginmanager.register(RunReport(config))
 
 
 @pytest.hookimpl(optionalhook=True)
