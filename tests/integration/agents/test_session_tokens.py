@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from gspo.common.streams.keys import GATEWAY, Keys
 from gspo.common.streams.token_counts import abandon, read_counts
 from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
-from gspo_proto.agent_pb2 import TurnEntry, TurnTokens
+from gspo_proto.agent_pb2 import TurnBegin, TurnEntry, TurnTokens
 from gspo_proto.rollout_pb2 import GroupTask
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -32,19 +32,27 @@ async def leased(redis: Redis, keys: Keys, store: SessionStore) -> Session:
     return session
 
 
+async def begun(store: SessionStore, key: str, turn: str, context_tokens: int, answer_tokens: int) -> int | None:
+    """The tokens that a request may have; it begins with them, if there are any."""
+    granted = await store.reserve(key, turn, context_tokens, answer_tokens)
+    if granted:
+        await store.append(key, TurnEntry(turn=turn, begin=TurnBegin(context=[1])), 0)
+    return granted
+
+
 async def test_requests_side_by_side_share_what_is_left(redis: Redis, keys: Keys, stores: list[SessionStore]) -> None:
     first, second = stores
     key = (await leased(redis, keys, first)).key
-    assert await first.reserve(key, "a", 10, 50) == 50
-    assert await second.reserve(key, "b", 10, 50) == 30
-    assert await second.reserve(key, "c", 1, 50) is None, "the others may end with less"
+    assert await begun(first, key, "a", 10, 50) == 50
+    assert await begun(second, key, "b", 10, 50) == 30
+    assert await begun(second, key, "c", 1, 50) is None, "the others may end with less"
     await first.settle(key, "a", 10 + 5)
-    assert await second.reserve(key, "c", 5, 90) == 100 - 15 - 40 - 5
+    assert await begun(second, key, "c", 5, 90) == 100 - 15 - 40 - 5
     await second.settle(key, "b", 0)  # cancelled
     await second.settle(key, "c", 5 + 40)
-    assert await first.reserve(key, "d", 20, 90) == 100 - 15 - 45 - 20
+    assert await begun(first, key, "d", 20, 90) == 100 - 15 - 45 - 20
     await first.settle(key, "d", 40)
-    assert await first.reserve(key, "e", 1, 1) == 0, "finished requests have them all"
+    assert await begun(first, key, "e", 1, 1) == 0, "finished requests have them all"
 
 
 async def test_an_empty_secret_is_no_key(redis: Redis, keys: Keys, stores: list[SessionStore]) -> None:
@@ -71,9 +79,9 @@ async def test_the_tokens_of_a_lost_gateway_are_free_again(
 async def test_the_next_attempt_has_every_token(redis: Redis, keys: Keys, stores: list[SessionStore]) -> None:
     first, second = stores
     session = await leased(redis, keys, first)
-    assert await first.reserve(session.key, "a", 10, 40) == 40
+    assert await begun(first, session.key, "a", 10, 40) == 40
     await first.settle(session.key, "a", 50)
-    assert await first.reserve(session.key, "b", 10, 40) == 40
+    assert await begun(first, session.key, "b", 10, 40) == 40
     await first.release(session.key)
     assert await first.reopen(session.name) == 2
     again = await second.lease("another")
@@ -86,11 +94,11 @@ async def test_tokens_of_an_ended_group_are_refused_and_counted(
 ) -> None:
     session = await leased(redis, keys, stores[0])
     entry = TurnEntry(turn="a", tokens=TurnTokens(token_ids=[1, 2, 3], logp=[-1.0] * 3, version=[0] * 3))
-    await stores[0].append(session.key, entry)
+    await stores[0].append(session.key, entry, 0)
     # As the coordinator ends a group.
     await abandon(redis, keys, [(session.name, None)])
     await redis.hdel(keys.open, "7")
     with pytest.raises(SessionLostError):
-        await stores[1].append(session.key, entry)
+        await stores[1].append(session.key, entry, 1)
     _, tokens = await read_counts(redis, keys)
     assert tokens == {"generated": 6, "in_flight": 0, "unfinished": 3, "superseded": 3}

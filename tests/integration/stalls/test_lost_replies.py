@@ -11,7 +11,10 @@ from redis.asyncio import Redis
 
 from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.inbox import Delivery, EntryOutput, EntryState, Inbox, append
-from gspo.common.streams.keys import Keys
+from gspo.common.streams.keys import GATEWAY, Keys
+from gspo.common.streams.token_counts import read_counts
+from gspo.gateway.sessions.session_store import SessionStore
+from gspo_proto.agent_pb2 import TurnBegin, TurnEnd, TurnEntry, TurnTokens
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
 from tests.integration.stalls.lossy_redis import LossyRedis
 
@@ -127,3 +130,31 @@ async def test_writes_that_are_repeated_after_a_lost_reply_are_made_once(
     assert [fields[b"d"] for _, fields in await redis.xrange(keys.rollouts)] == [b"put", b"finished"]
     assert [await redis.xlen(stream) for stream in (keys.scored, keys.dead, keys.prompts)] == [1, 1, 1]
     assert groups_of(await take_all(worker, 1)) == [(requeued.message.group, 1)]
+
+
+async def test_a_turn_has_each_token_once_and_its_budget_is_spent_once(
+    redis: Redis, keys: Keys, lossy: LossyRedis, client: Redis
+) -> None:
+    await redis.hset(keys.open, "7", "{}")
+    await redis.set(keys.instance(GATEWAY, "one"), "{}")
+    store = SessionStore(client, keys, LONG_S, "one")
+    await store.open(GroupTask(group=7, num_rollouts=1), 0, 100)
+    session = await store.lease("worker")
+    assert session is not None
+    entries = [
+        TurnEntry(turn="a", begin=TurnBegin(context=[1])),
+        *(TurnEntry(turn="a", tokens=TurnTokens(token_ids=[token], logp=[-1.0], version=[0])) for token in (5, 5, 6)),
+        TurnEntry(turn="a", end=TurnEnd(finish="stop")),
+    ]
+    lossy.lose_reply_to(b"EVALSHA")
+    assert await store.reserve(session.key, "a", 10, 500) == 90
+    for number, entry in enumerate(entries):
+        lossy.lose_reply_to(b"EVALSHA")
+        await store.append(session.key, entry, number)
+    lossy.lose_reply_to(b"EVALSHA")
+    await store.settle(session.key, "a", 13)
+    assert lossy.num_lost == 7
+    assert await store.turns(session.name) == entries
+    assert await store.reserve(session.key, "b", 0, 500) == 100 - 13
+    _, tokens = await read_counts(redis, keys)
+    assert (tokens["generated"], tokens["in_flight"]) == (3, 3)

@@ -53,6 +53,7 @@ class Recorder:
     tools: list[dict[str, Any]] | None = None
     _turn: str = field(default_factory=lambda: uuid.uuid4().hex)
     _token_ids: list[int] = field(default_factory=list)
+    _num_entries: int = 0  # of the turn, so far
     _num_behind: int = 0  # tokens of the branch behind its first context, with the new context
     _num_added: int = 0  # tokens that the context adds to the rollout
     _holds: bool = False  # tokens of the rollout, from `started` to the end of the request
@@ -228,7 +229,8 @@ class Recorder:
         return message, thoughts or ""
 
     async def _append(self, **what: Any) -> None:
-        await self._written(self.store.append(self.session.key, TurnEntry(turn=self._turn, **what)))
+        number, self._num_entries = self._num_entries, self._num_entries + 1
+        await self._written(self.store.append(self.session.key, TurnEntry(turn=self._turn, **what), number))
 
     async def _written(self, write: Awaitable[T]) -> T:
         try:

@@ -2,7 +2,8 @@
 
 Every gateway of a run reads and writes the same. A rollout is a hash: its task, its attempt, the lease of its worker,
 its result. A list beside it has the turns of its conversation. Every write names the secret of the worker's key, so
-that a worker whose lease has ended can write nothing.
+that a worker whose lease has ended can write nothing. A write whose reply is lost with its connection is made again, so
+each has the same effect if it is made twice.
 """
 
 from __future__ import annotations
@@ -63,10 +64,16 @@ _WRITE = "redis.call('HSET', KEYS[1], unpack(ARGV, 2)) return 1"
 _FINISH = "redis.call('HSET', KEYS[1], 'result', ARGV[2]) redis.call('SETEX', KEYS[3], ARGV[3], ARGV[4]) return 1"
 
 # KEYS: hash, turns, tokens, rollout_tokens, hash of the open groups. ARGV: secret, end of the lease, seconds, entry,
-# name, sampled tokens, 1 for an evaluation. Tokens of a group that has ended are counted, and no rollout has them.
+# name, sampled tokens, 1 for an evaluation, field of the turn's entries, number of this one. Tokens of a group that has
+# ended are counted, and no rollout has them.
 _APPEND = f"""
 local group = redis.call('HGET', KEYS[1], 'group')
-if group ~= '' and redis.call('HEXISTS', KEYS[5], group) == 0 then
+local has_ended = group ~= '' and redis.call('HEXISTS', KEYS[5], group) == 0
+if tonumber(redis.call('HGET', KEYS[1], ARGV[8]) or 0) > tonumber(ARGV[9]) then
+  return has_ended and {_NOT_PLAYED} or 1
+end
+redis.call('HSET', KEYS[1], ARGV[8], ARGV[9] + 1)
+if has_ended then
   local _, before = rollout_tokens(KEYS[4], ARGV[5])
   refuse(KEYS[3], KEYS[4], ARGV[5], ARGV[1], before + ARGV[6], before)
   return {_NOT_PLAYED}
@@ -92,7 +99,7 @@ _RESERVE = f"""
 local free = tonumber(redis.call('HGET', KEYS[1], 'free')) - ARGV[2]
 if free < 1 then return {_NONE_FREE} end
 for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-  local gateway = string.match(field, '^{_RESERVED}(%w+):')
+  local gateway = field ~= ARGV[4] and string.match(field, '^{_RESERVED}(%w+):')
   if gateway and redis.call('EXISTS', ARGV[5] .. gateway) == 1 then
     free = free - redis.call('HGET', KEYS[1], field)
   elseif gateway then
@@ -111,10 +118,12 @@ redis.call('HSETNX', KEYS[1], 'temperature', ARGV[2])
 return redis.call('HGET', KEYS[1], 'temperature') == ARGV[2] and 1 or 0
 """
 
-# ARGV: secret, field of a request, tokens that it has used.
+# ARGV: secret, field of a request, tokens that it has used, field of its entries: without any it has used none.
 _SETTLE = """
 redis.call('HDEL', KEYS[1], ARGV[2])
-redis.call('HSET', KEYS[1], 'free', redis.call('HGET', KEYS[1], 'free') - ARGV[3])
+if redis.call('HDEL', KEYS[1], ARGV[4]) == 1 then
+  redis.call('HSET', KEYS[1], 'free', redis.call('HGET', KEYS[1], 'free') - ARGV[3])
+end
 return 1
 """
 
@@ -272,15 +281,19 @@ class SessionStore:
             if await self._redis.get(finished) != sent.encode():
                 raise
 
-    async def append(self, key: str, entry: TurnEntry) -> None:
+    async def append(self, key: str, entry: TurnEntry, number: int) -> None:
         """Write a part of a turn, and renew the lease.
+
+        Args:
+            number: Of the turn's entries, from 0: each is written once.
 
         Raises:
             SessionLostError: As `session`; or the rollout's group has ended.
         """
         name, num_tokens = _parts(key)[0], len(entry.tokens.token_ids)
         args = time.time() + self._lease_s, _KEPT_S, entry.SerializeToString(), name, num_tokens, int(":" in name)
-        await self._run(self._append_script, key, *args, more_keys=[*self._ledger, self._keys.open])
+        place = _written(entry.turn), number
+        await self._run(self._append_script, key, *args, *place, more_keys=[*self._ledger, self._keys.open])
 
     async def reserve(self, key: str, turn: str, context_tokens: int, answer_tokens: int) -> int | None:
         """Hold tokens for a request; the tokens that its answer may have.
@@ -305,7 +318,7 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        await self._run(self._settle_script, key, self._reserved(turn), used_tokens)
+        await self._run(self._settle_script, key, self._reserved(turn), used_tokens, _written(turn))
 
     async def agree(self, key: str, temperature: float) -> bool:
         """Note the temperature of a request; returns whether all requests of the rollout have had it.
@@ -372,6 +385,11 @@ def _parts(key: str) -> tuple[str, str]:
     """The rollout's name and the secret of a worker's key."""
     name, _, secret = key.rpartition(".")
     return name, secret
+
+
+def _written(turn: str) -> str:
+    """The field with the number of a turn's entries, until the turn is settled."""
+    return f"written:{turn}"
 
 
 def _flat(fields: dict[str, Any]) -> list[Any]:
