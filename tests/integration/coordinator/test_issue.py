@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,21 @@ async def test_any_number_of_expired_groups_is_issued_again_in_parts(
     await ledger.handle_expired()
     assert await groups(redis, keys) == list(range(MOST_AT_ONCE + 10))
     assert {group["attempt"] for group in (await open_groups(redis, keys)).values()} == {2}
+
+
+async def test_a_clock_that_is_set_moves_no_deadline(
+    redis: Redis, keys: Keys, ledger: GroupLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    await ledger.issue(2)
+    for jump_s in (86400.0, -86400.0):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: now_s + jump_s)
+        await ledger.handle_expired()
+        assert [group["attempt"] for group in (await open_groups(redis, keys)).values()] == [1, 1]
+    late = replace(ledger.slots.open[0], deadline_unix_s=now_s + 86400.0)
+    await redis.hset(keys.open, "0", late.to_json())
+    await ledger.read_open()
+    assert now_s < ledger.slots.open[0].deadline_unix_s < now_s + 3600.0, "no later than that of a new group"
 
 
 async def test_a_batch_beyond_one_part_is_issued_whole(

@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from gspo.common.host.steady_clock import steady_unix_s
 from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
 from gspo.common.streams.entries import SCHEMA, saved_state, word_of
@@ -73,9 +74,11 @@ class GroupLedger:
         metrics.SLOTS.set(self.slots.num_slots)
 
     async def read_open(self) -> None:
-        """Take over the open groups of an earlier process."""
+        """Take over the open groups of an earlier process; no deadline is further off than that of a new group."""
+        latest = steady_unix_s() + self._config.staleness.group_deadline_s
         for group, text in (await self._redis.hgetall(self._keys.open)).items():
-            self.slots.put(int(group), OpenGroup.from_json(text))
+            left = OpenGroup.from_json(text)
+            self.slots.put(int(group), replace(left, deadline_unix_s=min(left.deadline_unix_s, latest)))
 
     async def issue(self, count: int) -> int:
         """Issue the next `count` groups, at most MOST_AT_ONCE, fewer where the order ends; returns how many."""
@@ -126,10 +129,10 @@ class GroupLedger:
         extended: dict[int, OpenGroup] = {}
         reissued: dict[int, OpenGroup] = {}
         given_up: dict[int, OpenGroup] = {}
-        for group in self.slots.expired(time.time())[:MOST_AT_ONCE]:
+        for group in self.slots.expired(steady_unix_s())[:MOST_AT_ONCE]:
             open_group, progress = self.slots.open[group], await self._progress(group)
             if progress > open_group.progress:
-                later = time.time() + limits.group_deadline_s
+                later = steady_unix_s() + limits.group_deadline_s
                 extended[group] = replace(open_group, deadline_unix_s=later, progress=progress)
             elif open_group.attempt < limits.max_attempts:
                 reissued[group] = replace(
@@ -227,8 +230,8 @@ class GroupLedger:
         return longest * int(states.count(DONE)) + sum(len(rollout.token_ids) for rollout in saved)
 
     def _open_group(self, attempt: int, min_version: int) -> OpenGroup:
-        now = time.time()
-        return OpenGroup(attempt, now, now + self._config.staleness.group_deadline_s, min_version)
+        deadline_s = steady_unix_s() + self._config.staleness.group_deadline_s
+        return OpenGroup(attempt, time.time(), deadline_s, min_version)
 
     async def _decided(self, groups: Iterable[int]) -> list[int]:
         """Those of the groups whose prompts follow from results that the learner has sent; asks it for more."""
