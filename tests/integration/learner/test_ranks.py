@@ -139,9 +139,8 @@ async def test_all_ranks_end_and_start_again_when_one_of_them_runs_out_of_memory
         with service_process("learner", config, redis_url, *options) as process:
             assert await asyncio.to_thread(wait_exit, process, 180) == EXIT_START_AGAIN
     with service_process("learner", config, redis_url, "--resume") as process:
-        await feeder.event("step_done", timeout_s=120)
         await feeder.feed(range(4, 8), 1)
-        await feeder.event("step_done", num=2)
+        await feeder.event("step_done", timeout_s=180)
         await feeder.feed(range(8, 12), 2)
         await end(redis, keys, feeder, process)
     happened = [(it.rank, it.used_tokens, it.micro_batch_tokens) for it in RunLog(config.run_dir).shortages()]
