@@ -40,6 +40,7 @@ class FinishedRun:
         in_redis: Remaining fields by hash, and dead letters.
         longest: The largest number of entries seen in each stream.
         on_their_way: Groups with entries in a stream.
+        in_partial: Rollouts that the hash `partial` still has.
     """
 
     run_dir: Path
@@ -48,6 +49,7 @@ class FinishedRun:
     in_redis: dict[str, int]
     longest: dict[str, int]
     on_their_way: frozenset[int] = frozenset()
+    in_partial: tuple[str, ...] = ()
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The records of a file of the log."""
@@ -198,6 +200,8 @@ def _complete(run: FinishedRun) -> Iterator[str]:
         yield f"{len(recorded)} steps have figures, {len(steps)} are in the log"
     yield from (f"{count} left in {name}" for name, count in run.in_redis.items() if name != "dead" and count)
     settled = {line["group"] for line in run.lines("settled.jsonl")} | {row.group for _, row in run.rows}
+    if run.in_partial:
+        yield f"in partial: {', '.join(run.in_partial[:30])}; in a stream: {sorted(run.on_their_way)[:30]}"
     if lost := run.on_their_way - settled:
         yield f"groups {sorted(lost)[:10]} are still in a stream, and no service settled them"
     groups = run.config.num_slots * run.config.staleness.max_attempts

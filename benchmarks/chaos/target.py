@@ -177,7 +177,10 @@ class RunUnderTest:
                     message = message.rollout.rollout if is_rollout else message.failure
                 on_their_way.add(int(message.group))
         config = read_config(self.folder / "config.yaml")
-        return FinishedRun(self.run_dir, config, exit_code, in_redis, dict(self.longest), frozenset(on_their_way))
+        keys: Any = await self.redis.hkeys(self.keys.partial)
+        rollouts = tuple(sorted(key.decode() for key in keys))
+        lengths, groups = dict(self.longest), frozenset(on_their_way)
+        return FinishedRun(self.run_dir, config, exit_code, in_redis, lengths, groups, rollouts)
 
     async def _end(self) -> int:
         assert self._cli is not None
