@@ -21,7 +21,8 @@ from gspo.common.streams.keys import PAUSED_BY_USER, Keys, rollout_key
 from gspo.coordinator.data.prompts import training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
 from gspo.coordinator.groups.ledger import MOST_AT_ONCE, GroupLedger
-from gspo_proto.rollout_pb2 import GroupTask, RolloutState, Scored
+from gspo.coordinator.redis_state import all_entries
+from gspo_proto.rollout_pb2 import SETTLEMENT_UNUSED, GroupTask, RolloutState, Scored, SettledGroup
 from tests.integration.coordinator.conftest import NUM_SLOTS, CoordinatorProcess, Until, has_open, http_address
 from tests.integration.coordinator.peers import GeneratorPeer, LearnerPeer
 from tests.support.push_peers import service_of
@@ -318,6 +319,28 @@ async def test_a_second_task_after_a_wipe_is_removed_with_its_group(
     await until(removed, "the trained groups to be closed")
     assert await inbox.save([EntryState(leased[1], rollout_key(1, 0), b"too late")]) == 0
     assert await inbox.put([EntryOutput(leased[0], keys.rollouts, b"too late", rollout_key(0, 1))]) == [False]
+    assert await redis.hgetall(keys.partial) == {}
+
+
+async def test_a_task_that_is_put_back_while_its_group_is_removed_is_removed_too(
+    redis: Redis, keys: Keys, ledger: GroupLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ledger.issue(1)
+    inbox = Inbox(redis, keys, keys.prompts, consumer="generator", lease_s=30.0)
+    (delivery,) = await inbox.take(1, block_s=1.0)
+    await inbox.save([EntryState(delivery, rollout_key(0, 0), b"state")])
+
+    async def put_back_after_a_look(redis: Redis, stream: str) -> Any:
+        seen = await all_entries(redis, stream)
+        await inbox.requeue(delivery, group=0)
+        for again in await inbox.take(1, block_s=0.01):
+            await inbox.save([EntryState(again, rollout_key(0, 1), b"state of the task that was put back")])
+        return seen
+
+    monkeypatch.setattr("gspo.coordinator.groups.ledger.all_entries", put_back_after_a_look)
+    ledger.on_settled([SettledGroup(group=0, settlement=SETTLEMENT_UNUSED)])
+    await ledger.remove_settled()
+    assert await tasks(redis, keys) == []
     assert await redis.hgetall(keys.partial) == {}
 
 

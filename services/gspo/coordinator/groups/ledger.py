@@ -197,28 +197,43 @@ class GroupLedger:
         """Remove what Redis still has of settled groups: tasks, fields of `open`, keys and saved states of rollouts."""
         groups, self._to_remove = self._to_remove, []
         # The tasks first: a generator with such a task could save a rollout under a key that was removed already.
-        if self._has_leftover_tasks:
-            self._has_leftover_tasks = False
+        has_tasks, self._has_leftover_tasks = self._has_leftover_tasks, False
+        if has_tasks:
             await self._remove_tasks(lambda group: group in self.slots.settled)
-        if groups:
-            keys = [rollout_key(group, number) for group in groups for number in self._numbers]
-            states: Any = await self._redis.hmget(self._keys.partial, keys)
-            tokens = [num_sampled(saved.version) if (saved := saved_state(state)) else None for state in states]
-            await abandon(self._redis, self._keys, list(zip(keys, tokens, strict=True)))
-            await self._redis.hdel(self._keys.open, *(str(group) for group in groups))
-            if self._config.agent.used:  # a turn may have been written meanwhile; from now on the gateways refuse them
-                await abandon(self._redis, self._keys, [(key, None) for key in keys])
+        if not groups:
+            return
+        keys = [rollout_key(group, number) for group in groups for number in self._numbers]
+        await self._abandon(keys)
+        await self._redis.hdel(self._keys.open, *(str(group) for group in groups))
+        # From now on the gateways refuse turns of the groups, and generators put no task of theirs back. Meanwhile a
+        # turn may have been written, and a task that was put back has not been seen above.
+        was_put_back = has_tasks and await self._remove_tasks(lambda group: group in self.slots.settled)
+        if was_put_back or self._config.agent.used:
+            await self._abandon(keys)
 
-    async def _remove_tasks(self, is_removed: Callable[[int], bool]) -> None:
-        """Remove the tasks of some groups from their streams; a generator that works on one loses its lease."""
+    async def _abandon(self, keys: Sequence[str]) -> None:
+        """Remove the keys and saved states of rollouts; their tokens are counted as unfinished."""
+        states: Any = await self._redis.hmget(self._keys.partial, keys)
+        tokens = [num_sampled(saved.version) if (saved := saved_state(state)) else None for state in states]
+        await abandon(self._redis, self._keys, list(zip(keys, tokens, strict=True)))
+
+    async def _remove_tasks(self, is_removed: Callable[[int], bool]) -> bool:
+        """Remove the tasks of some groups from their streams; a generator that works on one loses its lease.
+
+        Returns:
+            Whether there were any.
+        """
+        num_removed = 0
         for stream in (self._keys.prompts, self._keys.paused_prompts):
             entries = await all_entries(self._redis, stream)
             removed = [entry for entry, task in readable(GroupTask, entries) if is_removed(task.group)]
+            num_removed += len(removed)
             if removed:
                 async with self._redis.pipeline(transaction=True) as pipe:
                     pipe.xack(stream, GENERATION, *removed)
                     pipe.xdel(stream, *removed)
                     await pipe.execute()
+        return num_removed > 0
 
     async def _progress(self, group: int) -> int:
         """Saved tokens of a group's rollouts; a finished rollout counts more than the longest answer."""
