@@ -45,7 +45,7 @@ connection ends.
 - `clock back`, `clock forward`: the wall clock of one process moves by an hour, and back after 8 s. Its monotonic \
 clock is unchanged.
 
-A step that always fails ends a run, so it is no fault of a round: `tests/chaos/test_left_out.py` resumes such a run.
+A step that always fails ends a run; `tests/chaos/test_left_out.py` resumes such a run without the step.
 
 ![Seconds to recover](chaos.png)
 
