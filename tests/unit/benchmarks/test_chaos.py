@@ -145,6 +145,7 @@ def test_other_digests_are_seen(sound: FinishedRun) -> None:
     [
         {"exit_code": 1},
         {"in_redis": {"open": 1}},
+        {"in_partial": ("7-0",)},
         {"on_their_way": frozenset({99})},
         {"longest": {"prompts": 1_000}},
         {"longest": {"scored": 100_000}},
