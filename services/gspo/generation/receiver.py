@@ -115,6 +115,8 @@ class Receiver:
                     f"the changes are to {header.base_digest[:12]} and {self.digest[:12]} is here; push every element"
                 )
             digest = await self._stage(header, frames, go_ahead, began + limit_s)
+            if header.version == self._engine.version == 0:
+                await asyncio.to_thread(self._check_start)
             staged_s = time.monotonic() - began
             return await _uncancelled(self._switch(header, digest, staged_s))
 
@@ -171,6 +173,14 @@ class Receiver:
                 f"{len(self._copies.staged.names)} of {header.num_tensors} tensors; nothing was loaded",
             )
         return digest
+
+    def _check_start(self) -> None:
+        """Compare the original model as the learner has it with this generator's: its rollouts count as version 0's."""
+        if name := self._copies.differing_tensor():
+            raise _mismatch(
+                f"{name} has other values in this generator than in the learner: they read different models. Give "
+                "both the same files under model.path"
+            )
 
     async def _write_all(self, frames: AsyncIterator[WeightFrame]) -> None:
         self._waits_for_frames = True

@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
+import numpy as np
 import pytest
 
+from gspo.common.weights import policy_digest
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.receiver import PushRefusedError, Receiver
-from gspo_proto.generation_pb2 import PushHeader, WeightFrame
+from gspo_proto.generation_pb2 import PushHeader, TensorFrame, WeightFrame
 
 
 class BlockedCopy(PolicyCopies):
@@ -41,7 +44,7 @@ class BlockedCopy(PolicyCopies):
 def receiver_of(copy: PolicyCopies) -> Receiver:
     generation = SimpleNamespace(push_timeout_s=5.0, dtype="float32")
     service: Any = SimpleNamespace(config=SimpleNamespace(name="run", placement="split", generation=generation))
-    engine: Any = None  # nothing here comes so far as a load
+    engine: Any = SimpleNamespace(version=0)  # nothing here comes so far as a load
     return Receiver(service, engine, copy, lambda: None)
 
 
@@ -98,3 +101,24 @@ async def test_a_newer_learner_waits_for_an_older_push_that_is_already_late() ->
         await late
     with pytest.raises(PushRefusedError, match="nothing was loaded"):
         await newer
+
+
+async def test_a_learner_that_read_another_model_is_refused_for_good() -> None:
+    copies = PolicyCopies({"a": (4,), "b": (1,), "ignored": (2,)}, "float32")
+    pushed = {"a": np.array([0, 0, 1, 0], np.uint32), "b": np.zeros(1, np.uint32)}
+    digest = policy_digest((name, "float32", bits.shape, bits) for name, bits in pushed.items())
+
+    async def frames() -> AsyncIterator[WeightFrame]:
+        yield WeightFrame(header=PushHeader(run="run", epoch=1, dtype="float32", digest=digest, num_tensors=2))
+        for name, bits in pushed.items():
+            yield WeightFrame(tensor=TensorFrame(name=name, data=bits.tobytes()))
+
+    async def go_ahead() -> None:
+        pass
+
+    with pytest.raises(PushRefusedError, match="a has other values in this generator than in the learner") as error:
+        await receiver_of(copies).receive(frames(), go_ahead, 20.0)
+    assert error.value.status is grpc.StatusCode.INVALID_ARGUMENT
+    assert copies.serving.names == {"a", "b", "ignored"}
+    copies.write("a", 0, bytes(16))
+    assert copies.differing_tensor() is None

@@ -202,6 +202,11 @@ class PolicyCopies:
         """The digest of the copy being staged."""
         return self.staged.digest()
 
+    def differing_tensor(self) -> str | None:
+        """A staged tensor with other bits than the serving one; None if there is none."""
+        names = sorted(self.staged.names)
+        return next((n for n in names if not np.array_equal(self.staged.bits(n), self.serving.bits(n))), None)
+
     def promote(self) -> None:
         """Make the staged copy the serving one. Engine.load calls it after a good load."""
         self.serving, self.staged = self.staged, self.serving
