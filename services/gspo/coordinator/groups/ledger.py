@@ -70,7 +70,7 @@ class GroupLedger:
         # Settled groups of which Redis still has something, and whether tasks of settled groups may be in the streams:
         # an earlier process may have left some.
         self._to_remove: list[int] = []
-        self._has_leftover_tasks = True
+        self._may_have_tasks = True
         metrics.SLOTS.set(self.slots.num_slots)
 
     async def read_open(self) -> None:
@@ -107,7 +107,7 @@ class GroupLedger:
         while part := list(islice(groups, MOST_AT_ONCE)):
             await self._forget_finished(group for group, _ in part)
             num_written = await self._write(
-                {group: replace(self._open_group(old.attempt, old.min_version), rewritten=True) for group, old in part}
+                {group: self._open_group(old.attempt, old.min_version) for group, old in part}
             )
             metrics.GROUPS_REISSUED.labels(reason).inc(num_written)
 
@@ -161,11 +161,9 @@ class GroupLedger:
 
     def on_step(self, step: StepDone) -> None:
         """The groups of a step are trained."""
-        open_groups = [self.slots.open[group] for group in step.groups if group in self.slots.open]
-        has_copies = any(open_group.has_copies for open_group in open_groups)
         groups = self.slots.settle_trained(step.groups, step.version)
         self._spans.trained(groups, step.version)
-        self._settle(groups, TRAINED, has_tasks=has_copies)
+        self._settle(groups, TRAINED)
 
     def on_settled(self, groups: Iterable[SettledGroup]) -> None:
         """Groups ended without being trained."""
@@ -173,7 +171,7 @@ class GroupLedger:
             settlement = word_of(Settlement, group.settlement)
             settled = self.slots.settle([group.group], settlement)
             self._spans.ended(settled, settlement)
-            self._settle(settled, settlement, has_tasks=True)
+            self._settle(settled, settlement)
 
     def on_live(self, version: int) -> None:
         """A generator serves a version."""
@@ -186,20 +184,20 @@ class GroupLedger:
         groups = self.slots.reconcile(ranges, reply.version, reply.live_version, dict(reply.counts))
         self._spans.ended(groups, "reconciled")
         self._to_remove += groups
-        self._has_leftover_tasks |= bool(groups)
 
-    def _settle(self, groups: list[int], settlement: str, *, has_tasks: bool) -> None:
+    def _settle(self, groups: list[int], settlement: str) -> None:
         metrics.GROUPS_SETTLED.labels(settlement).inc(len(groups))
         self._to_remove += groups
-        self._has_leftover_tasks |= has_tasks and bool(groups)
 
     async def remove_settled(self) -> None:
         """Remove what Redis still has of settled groups: tasks, fields of `open`, keys and saved states of rollouts."""
         groups, self._to_remove = self._to_remove, []
-        # The tasks first: a generator with such a task could save a rollout under a key that was removed already.
-        has_tasks, self._has_leftover_tasks = self._has_leftover_tasks, False
-        if has_tasks:
-            await self._remove_tasks(lambda group: group in self.slots.settled)
+        if not (groups or self._may_have_tasks):
+            return
+        # The tasks first, also of trained groups: a generator with such a task could save a rollout under a key that
+        # was removed already. It has one where the reply to its last write was lost, and the write is made again.
+        self._may_have_tasks = False
+        await self._remove_tasks(lambda group: group in self.slots.settled)
         if not groups:
             return
         keys = [rollout_key(group, number) for group in groups for number in self._numbers]
@@ -207,7 +205,7 @@ class GroupLedger:
         await self._redis.hdel(self._keys.open, *(str(group) for group in groups))
         # From now on the gateways refuse turns of the groups, and generators put no task of theirs back. Meanwhile a
         # turn may have been written, and a task that was put back has not been seen above.
-        was_put_back = has_tasks and await self._remove_tasks(lambda group: group in self.slots.settled)
+        was_put_back = await self._remove_tasks(lambda group: group in self.slots.settled)
         if was_put_back or self._config.agent.used:
             await self._abandon(keys)
 

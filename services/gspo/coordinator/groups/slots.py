@@ -21,7 +21,6 @@ class OpenGroup:
     Attributes:
         min_version: Of the first issue: answers of an earlier attempt count, so no token can be older.
         progress: Tokens that its rollouts had when its deadline was last checked.
-        rewritten: Whether its task was written again at the same attempt, because Redis had lost it.
     """
 
     attempt: int
@@ -29,12 +28,6 @@ class OpenGroup:
     deadline_unix_s: float
     min_version: int
     progress: int = 0
-    rewritten: bool = False
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether a second task of the group may be in a stream or leased when the group is settled."""
-        return self.rewritten or self.attempt > 1
 
     def to_json(self) -> str:
         """The value in the hash."""

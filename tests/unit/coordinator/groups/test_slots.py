@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from gspo.coordinator.groups.slots import OpenGroup, SettledGroups, Slots
 
 
@@ -127,16 +125,9 @@ def test_deadlines() -> None:
 def test_an_open_group_survives_its_text() -> None:
     group = OpenGroup(attempt=2, issued_unix_s=1.5, deadline_unix_s=601.5, min_version=7, progress=30)
     text = '{"attempt": 2, "issued_unix_s": 1.5, "deadline_unix_s": 601.5, "min_version": 7, "progress": 30'
-    assert group.to_json() == text + ', "rewritten": false}'
+    assert group.to_json() == text + "}"
     assert OpenGroup.from_json(group.to_json().encode()) == group
     assert OpenGroup.from_json(text + "}") == group, "an entry of an older coordinator"
-
-
-def test_a_group_whose_task_was_written_twice_has_copies() -> None:
-    once = OpenGroup(attempt=1, issued_unix_s=1.5, deadline_unix_s=601.5, min_version=7)
-    assert not once.has_copies
-    assert replace(once, attempt=2).has_copies
-    assert replace(once, rewritten=True).has_copies
 
 
 def test_settled_groups_grow_from_below() -> None:
