@@ -198,10 +198,10 @@ def _complete(run: FinishedRun) -> Iterator[str]:
         yield f"the steps in the log are not 1 to {len(steps)}"
     if (recorded := [line["step"] for line in run.lines("metrics.jsonl")]) != steps:
         yield f"{len(recorded)} steps have figures, {len(steps)} are in the log"
-    yield from (f"{count} left in {name}" for name, count in run.in_redis.items() if name != "dead" and count)
+    yield from (f"{count} left in {name}" for name, count in run.in_redis.items() if name == "open" and count)
     settled = {line["group"] for line in run.lines("settled.jsonl")} | {row.group for _, row in run.rows}
     if run.in_partial:
-        yield f"in partial: {', '.join(run.in_partial[:30])}; in a stream: {sorted(run.on_their_way)[:30]}"
+        yield f"{len(run.in_partial)} left in partial, such as {', '.join(run.in_partial[:20])}"
     if lost := run.on_their_way - settled:
         yield f"groups {sorted(lost)[:10]} are still in a stream, and no service settled them"
     groups = run.config.num_slots * run.config.staleness.max_attempts

@@ -324,7 +324,7 @@ async def test_a_second_task_after_a_wipe_is_removed_with_its_group(
 async def test_a_write_that_is_made_again_after_its_group_was_trained_is_refused(
     redis: Redis, keys: Keys, ledger: GroupLedger
 ) -> None:
-    await ledger.remove_settled()  # what an earlier process may have left
+    await ledger.remove_settled()  # a look for tasks of an earlier process
     await ledger.issue(1)
     inbox = Inbox(redis, keys, keys.prompts, consumer="generator", lease_s=30.0)
     (delivery,) = await inbox.take(1, block_s=1.0)
