@@ -246,7 +246,7 @@ class Coordinator:
             return
         if finished := self.ending.conclude(self.slots.live_version, len(self.slots.open)):
             # Groups may have been settled in this tick, and on Finished the learner closes the token ledger.
-            await self._ledger.remove_last()
+            await self._ledger.remove_settled()
             await self.feed.send(Event(finished=finished))
             self.ending.on_finished(finished)
             log.info("finished", reason=finished.reason, end=word_of(RunEnd, finished.end))

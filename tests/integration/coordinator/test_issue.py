@@ -360,23 +360,6 @@ async def test_a_task_that_is_put_back_while_its_group_is_removed_is_removed_too
     assert await redis.hgetall(keys.partial) == {}
 
 
-async def test_a_write_that_is_repeated_after_its_group_was_removed_leaves_nothing_at_the_end(
-    redis: Redis, keys: Keys, ledger: GroupLedger
-) -> None:
-    await ledger.remove_settled()  # it looks for tasks of an earlier process once
-    await ledger.issue(2)
-    inbox = Inbox(redis, keys, keys.prompts, consumer="generator", lease_s=30.0)
-    trained, still_open = await inbox.take(2, block_s=1.0)
-    ledger.on_step(StepDone(step=1, version=1, groups=[0]))
-    await ledger.remove_settled()
-    for delivery, group in ((trained, 0), (still_open, 1)):
-        await inbox.put([EntryOutput(delivery, keys.rollouts, b"again", rollout_key(group, 0))])
-    await redis.hset(keys.partial, rollout_key(0, 0, "v1"), b"of an evaluation")
-    await ledger.remove_last()
-    assert set(await redis.hkeys(keys.partial)) == {b"1-0", b"v1:0-0"}
-    assert await groups(redis, keys) == [1]
-
-
 async def test_a_step_whose_event_was_never_sent_is_found_in_the_learners_account(
     redis: Redis, keys: Keys, configure: Configure, coordinator: CoordinatorProcess, learner: LearnerPeer, until: Until
 ) -> None:

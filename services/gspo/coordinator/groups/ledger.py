@@ -209,17 +209,6 @@ class GroupLedger:
         if was_put_back or self._config.agent.used:
             await self._abandon(keys)
 
-    async def remove_last(self) -> None:
-        """Remove what Redis still has of settled groups at the end of the run.
-
-        A generator repeats a write whose reply was lost, perhaps after its group was trained and removed.
-        """
-        names: Any = await self._redis.hkeys(self._keys.partial)
-        groups = {int(name.partition(b"-")[0]) for name in names if b":" not in name}  # no evaluation's
-        self._to_remove += sorted(group for group in groups if group in self.slots.settled)
-        self._has_leftover_tasks = True
-        await self.remove_settled()
-
     async def _abandon(self, keys: Sequence[str]) -> None:
         """Remove the keys and saved states of rollouts; their tokens are counted as unfinished."""
         states: Any = await self._redis.hmget(self._keys.partial, keys)
