@@ -32,11 +32,11 @@ async def leased(redis: Redis, keys: Keys, store: SessionStore) -> Session:
     return session
 
 
-async def begun(store: SessionStore, key: str, turn: str, context_tokens: int, answer_tokens: int) -> int | None:
+async def begun(store: SessionStore, key: str, request: str, context_tokens: int, answer_tokens: int) -> int | None:
     """The tokens that a request may have; it begins with them, if there are any."""
-    granted = await store.reserve(key, turn, context_tokens, answer_tokens)
+    granted = await store.reserve(key, request, context_tokens, answer_tokens)
     if granted:
-        await store.append(key, TurnEntry(turn=turn, begin=TurnBegin(context=[1])), 0)
+        await store.append(key, TurnEntry(turn=request, begin=TurnBegin(context=[1])), 0)
     return granted
 
 

@@ -132,7 +132,7 @@ async def test_writes_that_are_repeated_after_a_lost_reply_are_made_once(
     assert groups_of(await take_all(worker, 1)) == [(requeued.message.group, 1)]
 
 
-async def test_a_turn_has_each_token_once_and_its_budget_is_spent_once(
+async def test_an_answer_has_each_token_once_and_its_budget_is_spent_once(
     redis: Redis, keys: Keys, lossy: LossyRedis, client: Redis
 ) -> None:
     await redis.hset(keys.open, "7", "{}")

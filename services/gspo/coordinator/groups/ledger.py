@@ -77,8 +77,8 @@ class GroupLedger:
         """Take over the open groups of an earlier process; no deadline is further off than that of a new group."""
         latest = steady_unix_s() + self._config.staleness.group_deadline_s
         for group, text in (await self._redis.hgetall(self._keys.open)).items():
-            left = OpenGroup.from_json(text)
-            self.slots.put(int(group), replace(left, deadline_unix_s=min(left.deadline_unix_s, latest)))
+            earlier = OpenGroup.from_json(text)
+            self.slots.put(int(group), replace(earlier, deadline_unix_s=min(earlier.deadline_unix_s, latest)))
 
     async def issue(self, count: int) -> int:
         """Issue the next `count` groups, at most MOST_AT_ONCE, fewer where the order ends; returns how many."""
