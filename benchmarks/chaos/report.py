@@ -70,7 +70,7 @@ def _verdict(rounds: list[Record]) -> str:
     texts = [text for played in rounds for text in played["broken"]]
     failed = sum("NOT RECOVERED" in text for text in texts)
     if texts:
-        return f"{len(texts) - failed} breaches of an invariant, {failed} faults without recovery."
+        return f"Breaches of an invariant: {len(texts) - failed}. Faults without recovery: {failed}."
     return "No invariant was broken, and the run recovered after every fault."
 
 

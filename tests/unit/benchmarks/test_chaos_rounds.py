@@ -107,7 +107,7 @@ def test_the_page_tells_simulated_faults_from_those_on_real_engines(tmp_path: Pa
 
 def test_the_page_lists_what_broke_and_who_did_not_recover(tmp_path: Path) -> None:
     page, _ = page_of(tmp_path, played("simulated", 0, broken=("group 3 is lost",)), played("agents", 0, "no steps"))
-    assert "1 breaches of an invariant, 1 faults without recovery.**" in page
+    assert "Breaches of an invariant: 1. Faults without recovery: 1.**" in page
     assert "Broken in simulated 0 (commit 0123abcd):\n\n- invariant 1: group 3 is lost\n" in page
     assert "Broken in agents 0 (commit 0123abcd):\n\n- " in page
     assert "kill redis redis: NOT RECOVERED: no steps\n" in page
