@@ -23,6 +23,7 @@ from gspo.learner.app import run_learner
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.trainer_api import TrainResult
+from gspo_proto.generation_pb2 import PushResult
 from gspo_proto.rollout_pb2 import Scored
 from tests.support.push_peers import generator, service_of
 from tests.support.training.learner_feed import NUM_ROLLOUTS, LearnerFeed, run_of, scored
@@ -64,6 +65,7 @@ async def test_no_call_is_served_before_the_replay_is_done(
         return instances[0]
 
     async with generator(config, redis_url) as serving:
+        serving.answer = PushResult()  # it has another model, and takes nothing
         await feeder.feed(range(4, 8), 0)
         running = asyncio.create_task(run_learner(service, lambda *_: maker))
         assert await asyncio.to_thread(maker.replaying.wait, 30.0)
