@@ -268,15 +268,15 @@ async def test_a_mini_batch_that_is_not_finite_is_in_the_log_and_a_replay_leaves
         await registered(process, redis, keys, "learner")
         # No engine serves here, so run.total_hours does not count the time before the first step.
         await asyncio.sleep(2)
-        # One reward so large that float32 just holds it, and no norm of its gradient.
-        await feeder.feed(range(4), 0, rewards={(0, 0): 3e38})
+        # One reward as large as may be: float32 holds its gradient, and not the square of the norm.
+        await feeder.feed(range(4), 0, rewards={(0, 0): 1e30})
         done = (await feeder.event("step_done")).step_done
         assert done.figures["mini_batches_not_applied"] == 1
         assert done.figures["wait_s"] < 2
         process.send_signal(signal.SIGKILL)
         process.wait(10)
     (record,) = lines(config, "not_applied.jsonl")
-    assert (record["step"], record["reason"]) == (1, "the loss is -inf")
+    assert (record["step"], record["reason"]) == (1, "the gradient norm is inf")
     recorded = lines(config, "policy.jsonl")
     with service_process("learner", config, redis_url, "--resume"):
         await feeder.feed(range(4, 8), 1)
@@ -293,11 +293,11 @@ async def test_three_in_a_row_end_the_run_with_their_reason(
     feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as process:
         await registered(process, redis, keys, "learner")
-        await feeder.feed(range(4), 0, rewards={(g, n): 3e38 for g in range(4) for n in range(4)})
+        await feeder.feed(range(4), 0, rewards={(g, n): 1e30 for g in range(4) for n in range(4)})
         finished = (await feeder.event("finished")).finished
         assert (
             finished.end == RUN_END_FAILED
-            and "3 mini-batches in a row were not applied; of the last one the loss" in finished.reason
+            and "3 mini-batches in a row were not applied; of the last one the gradient" in finished.reason
         )
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
 
