@@ -57,7 +57,9 @@ def qwen3(folder: Path) -> None:
 
 def qwen2_5(folder: Path) -> None:
     """Tied without a head in the one file; biases at queries, keys and values."""
-    _write(folder, Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True, head_dim=16)
+    _write(
+        folder, Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True, num_attention_heads=2, num_key_value_heads=1
+    )
 
 
 def llama3(folder: Path) -> None:

@@ -32,6 +32,7 @@ from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.recovery import recover
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.trainer_api import TrainResult, UpdateNotApplied, WriteCheckpoint
+from gspo_proto.generation_pb2 import PushResult
 from gspo_proto.rollout_pb2 import RUN_END_FAILED, Event, Finished
 from tests.support.push_peers import generator, service_of
 from tests.support.training.learner_feed import LearnerFeed, lines, run_of
@@ -103,6 +104,7 @@ async def test_the_next_step_trains_while_a_version_is_made_and_a_kill_in_betwee
     config = run_of(tmp_path, run={"total_steps": 2})
     feeder, trainer, making = LearnerFeed(redis, keys), InstantTrainer(config), StoppedMaking(monkeypatch)
     async with generator(config, redis_url) as serving, learner(config, redis_url, trainer):
+        serving.answer = PushResult()  # it has another model, and takes nothing
         await feeder.feed(range(8), 0)
         await until_begun(trainer, 2)
         assert making.waits.is_set()

@@ -16,7 +16,7 @@ from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB
 
 # The coordinator: one open group in its tables, and one answer of an evaluation.
-OPEN_GROUP, ANSWER = 230, 100
+OPEN_GROUP, ANSWER = 220, 100
 # Redis: a task with its field of `open`, a scored answer, and a token of one (id, log-prob, version, mask).
 REDIS_GROUP, REDIS_ROLLOUT, REDIS_TOKEN = 250, 250, 9
 # The learner: a scored answer with its entry, and a token of one.
