@@ -114,6 +114,21 @@ _ALL = (
         least_s=120,
     ),
     Part(
+        "step_breakdown",
+        "where the time of a training step goes: a Qwen3-0.6B at 4k tokens",
+        "none: it shows",
+        _TRAINING,
+        "breakdown",
+    ),
+    Part(
+        "width_breakdown",
+        "where the time of a training step goes: 8 B's width with 9 layers at 4k tokens",
+        "none: it shows",
+        _TRAINING,
+        "breakdown",
+        on_cpu=False,
+    ),
+    Part(
         "fp8",
         "rollouts in FP8, quantized by vLLM from pushed bfloat16 weights, with their noise",
         "the noise alone puts at most 0.33 of the sequences outside the clip",
@@ -134,6 +149,13 @@ _ALL = (
         "held-out accuracy rises by 0.05",
         (*_ENGINES, *_TRAINING, "redis", "fastapi"),
         least_s=180,
+    ),
+    Part(
+        "run",
+        "`gspo run` of a Qwen3-0.6B, 256 answers of 512 tokens a step, with CUDA graphs",
+        "none: it shows",
+        (*_ENGINES, *_TRAINING, "redis", "fastapi"),
+        least_s=150,
     ),
     # The same code again: on a CPU it would show nothing new.
     Part(

@@ -29,6 +29,7 @@ class PartSizes:
         num_requests, prompt_tokens, answer_tokens: What the engine is asked.
         long_prompt_tokens: Of prompts whose answer is one token.
         cold_start_steps, demo_steps: Of the arithmetic example; None is the example's own number.
+        run_steps: Of the part `run`.
         engine: Arguments of vLLM beside ours.
     """
 
@@ -39,6 +40,7 @@ class PartSizes:
     long_prompt_tokens: int
     cold_start_steps: int | None
     demo_steps: int
+    run_steps: int
     engine: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,9 +51,9 @@ class PartSizes:
 
 SIZES = {
     "cuda": PartSizes(
-        "qwen3-0.6b", 256, 128, 512, 4096, None, 60, {"gpu_memory_utilization": 0.4, "enforce_eager": True}
+        "qwen3-0.6b", 256, 128, 512, 4096, None, 60, 8, {"gpu_memory_utilization": 0.4, "enforce_eager": True}
     ),
-    "cpu": PartSizes("tiny", 8, 8, 48, 128, 20, 2),
+    "cpu": PartSizes("tiny", 8, 8, 48, 128, 20, 2, 2),
 }
 
 

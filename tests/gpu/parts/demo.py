@@ -51,7 +51,7 @@ def _config(case: PartRun, folder: Path) -> Path:
     config["run"] = {"directory": str(folder / "runs"), "total_steps": case.sizes.demo_steps}
     config["evaluation"] |= {"every": 30, "num_answers": 1}
     config["reward"]["functions"][0]["path"] = str(_EXAMPLE / "reward.py")
-    level = _sandbox_level()
+    level = sandbox_level()
     case.note(sandbox=level)
     config["reward"]["sandbox_minimum"] = level
     if case.device == "cuda":
@@ -61,7 +61,8 @@ def _config(case: PartRun, folder: Path) -> Path:
     return path
 
 
-def _sandbox_level() -> str:
+def sandbox_level() -> str:
+    """How far this machine can confine a reward function."""
     command = [sys.executable, "-m", "gspo.reward.sandbox"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     return str(json.loads(done.stdout)["level"])

@@ -75,8 +75,8 @@ def run(case: PartRun) -> None:
     """Plan the memory, train a step to warm up and then timed ones; copy and pack the weights as the publisher does."""
     training = CASES[case.part, case.device]
     model = case.model_of(training.shape)
-    config, planned = _planned(case, training, model)
-    case.note(micro_batch_tokens=config.micro_batch_tokens, planned_gib=planned.peak / GIB)
+    config, memory = planned(case, training, model)
+    case.note(micro_batch_tokens=config.micro_batch_tokens, planned_gib=memory.peak / GIB)
     rows = random_rows(training.num_rollouts, training.prompt_tokens, training.answer_tokens)
     began = time.monotonic()
     trainer = Trainer(config, model)
@@ -97,7 +97,7 @@ def run(case: PartRun) -> None:
     if case.on_gpu:
         peak = torch.cuda.max_memory_allocated()
         case.note(peak_gib=peak / GIB)
-        case.judge("measured over planned memory", peak / planned.peak, at_least=0.85, at_most=1.15)
+        case.judge("measured over planned memory", peak / memory.peak, at_least=0.85, at_most=1.15)
     if before is not None:
         after = _copy_policy(case, trainer)
         case.require(after.digest != before.digest, "the steps changed no weight")
@@ -106,7 +106,7 @@ def run(case: PartRun) -> None:
         _train_in_float32(case)
 
 
-def _planned(case: PartRun, training: TrainingCase, model: Path) -> tuple[Any, RankMemory]:
+def planned(case: PartRun, training: TrainingCase, model: Path) -> tuple[Any, RankMemory]:
     """The configuration with the largest micro-batch that fits the card by the plan, and its memory."""
     model_profile, total = profile(model), case.total_bytes
     for num_tokens in training.micro_batch_tokens:

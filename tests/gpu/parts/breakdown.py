@@ -1,0 +1,165 @@
+"""Where the time of a training step goes on the card, by torch's profiler: attention, linear layers, head and the rest.
+
+The part of the forward pass in which a kernel's work began is found by ranges around the model's modules; that of a
+backward pass by the sequence number that autograd gives an operation and its gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from gspo.learner.model.network import PolicyModel
+from gspo.learner.training.trainer import Trainer
+from tests.gpu.learner_calls import random_rows
+from tests.gpu.part_run import PartRun
+from tests.gpu.parts.step import CASES, planned
+from tests.support.training.rollout_rows import train, with_version
+
+_RANGE, _GRADIENT = "gspo:", "autograd::engine::evaluate_function: "
+_FORWARD = 0  # torch's RecordScope::FUNCTION; a gradient's has the number of its operation too
+# Kernels of these operations are a part of their own, wherever they run.
+_BY_OPERATION = {
+    "aten::copy_": "casts and copies",
+    "aten::fill_": "zeroing",
+    "aten::_fused_adamw_": "optimizer",
+    "aten::_foreach_norm": "optimizer",
+    "aten::_foreach_mul_": "optimizer",
+}
+_ATTENTION = ("flash", "varlen", "scaled_dot_product", "efficient_attention", "causalattention")
+
+
+def run(case: PartRun) -> None:
+    """Time steps, then profile one; note the seconds of each part of it, and those in which the card waited."""
+    training = CASES[case.part.removesuffix("_breakdown"), case.device]
+    model = case.model_of(training.shape)
+    config, _ = planned(case, training, model)
+    rows = random_rows(training.num_rollouts, training.prompt_tokens, training.answer_tokens)
+    trainer = Trainer(config, model)
+    train(trainer, 1, rows)
+    began = time.monotonic()
+    train(trainer, 2, with_version(rows, 1))
+    case.synchronize()
+    step_s = time.monotonic() - began
+    case.note(step_s=step_s)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if case.on_gpu else [])]
+    with _named_modules(trainer), profile(activities=activities) as profiled:
+        train(trainer, 3, with_version(rows, 2))
+        case.synchronize()
+    events = profiled.events() or []
+    by_part = seconds_by_part(events, own_seconds if case.on_gpu else host_seconds)
+    for name, seconds in sorted(by_part.items(), key=lambda item: -item[1]):
+        case.note(**{f"{name.replace(' ', '_').replace(',', '')}_s": seconds})
+    busy_s = sum(by_part.values())
+    case.note(busy_s=busy_s, waiting_s=max(0.0, step_s - busy_s))
+    case.require(busy_s > 0, "the profiler saw no kernel")
+
+
+@contextmanager
+def _named_modules(trainer: Trainer) -> Iterator[None]:
+    """Ranges around what the model's modules do, while the block runs."""
+    policy: PolicyModel = trainer._model
+    handles, forward = [], policy._logprobs
+
+    def head(*args: Any) -> Any:
+        with record_function(f"{_RANGE}head and loss"):
+            return forward(*args)
+
+    policy._logprobs = head  # type: ignore[method-assign]
+    for module in policy.causal_lm.modules():
+        if name := _part_of_module(module):
+            handles += _ranges(module, name)
+    try:
+        yield
+    finally:
+        policy._logprobs = forward  # type: ignore[method-assign]
+        for handle in handles:
+            handle.remove()
+
+
+def _part_of_module(module: nn.Module) -> str:
+    """The part that a module's own operations belong to; empty where they are those of the module around it."""
+    kind = type(module).__name__
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        return "linear layers" if isinstance(module, nn.Linear) else "embedding"
+    endings = {"Norm": "norms", "MLP": "activations", "Attention": "rotary", "RotaryEmbedding": "rotary"}
+    endings |= {"Experts": "experts", "DecoderLayer": "residual sums"}
+    return next((part for ending, part in endings.items() if kind.endswith(ending)), "")
+
+
+def _ranges(module: nn.Module, name: str) -> list[Any]:
+    under_way: list[record_function] = []
+
+    def begin(*_: Any) -> None:
+        under_way.append(record_function(f"{_RANGE}{name}"))
+        under_way[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        under_way.pop().__exit__(None, None, None)
+
+    return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+
+
+def own_seconds(event: FunctionEvent) -> float:
+    """Seconds of the kernels that an operation itself started on the card."""
+    return float(sum(kernel.duration for kernel in event.kernels)) / 1e6
+
+
+def host_seconds(event: FunctionEvent) -> float:
+    """Seconds of an operation itself on a CPU; none of a range."""
+    return 0.0 if event.name.startswith(_RANGE) else float(event.self_cpu_time_total) / 1e6
+
+
+def seconds_by_part(events: Iterable[FunctionEvent], seconds: Callable[[FunctionEvent], float]) -> dict[str, float]:
+    """Seconds of each part, of the operations of a profile."""
+    ordered = sorted(events, key=lambda event: float(event.time_range.start))
+    # The last operation that begins under a number is the one that autograd gives it to.
+    forward = {
+        (event.thread, event.sequence_nr): _range_around(event)
+        for event in ordered
+        if event.sequence_nr >= 0 and event.scope == _FORWARD and not event.name.startswith(_GRADIENT)
+    }
+    sums: dict[str, float] = defaultdict(float)
+    for event in ordered:
+        if own_s := seconds(event):
+            sums[_part_of(event, forward)] += own_s
+    return dict(sums)
+
+
+def _part_of(event: FunctionEvent, forward: dict[tuple[int, int], str]) -> str:
+    name = event.name
+    if part := _BY_OPERATION.get(name):
+        return part
+    if any(word in name.lower() for word in _ATTENTION):
+        return "attention"
+    around: FunctionEvent | None = event
+    while around is not None:
+        if around.name.startswith(_RANGE):
+            return str(around.name.removeprefix(_RANGE))
+        if around.name.startswith(_GRADIENT):
+            if "AccumulateGrad" in around.name:
+                return "sums of gradients"
+            if "TokenLogprobs" in around.name:
+                return "head and loss"
+            if any(word in around.name.lower() for word in _ATTENTION):
+                return "attention"
+            return forward.get((around.fwd_thread, around.sequence_nr)) or "rest"
+        around = around.cpu_parent
+    return "rest"
+
+
+def _range_around(event: FunctionEvent) -> str:
+    around: FunctionEvent | None = event
+    while around is not None:
+        if around.name.startswith(_RANGE):
+            return str(around.name.removeprefix(_RANGE))
+        around = around.cpu_parent
+    return ""

@@ -1,0 +1,70 @@
+"""`gspo run` of a model of published size, with every service: tokens a second, MFU, the share of each part of a step.
+
+The model is random, so its rewards mean nothing; the work is that of a trained one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.gpu.part_run import PartRun
+from tests.gpu.parts.demo import sandbox_level
+
+# A reward that varies within a group, so that steps have a gradient.
+_REWARD = """
+def reward(prompts, completions, **columns):
+    return [float(sum(map(ord, str(text))) % 2) for text in completions]
+"""
+
+
+def run(case: PartRun) -> None:
+    """Train some steps with the defaults of this machine; then what the run's summary says of them."""
+    folder = case.folder / f"run-{case.device}"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _config(case, folder)
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "gspo.cli", "run", str(config)], check=False)
+    case.note(run_s=time.monotonic() - began)
+    case.require(done.returncode == 0, f"gspo run ended with exit code {done.returncode}; its output is in run.log")
+    run_dir = folder / "runs" / yaml.safe_load(config.read_text())["name"]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    case.require(summary["steps"] == case.sizes.run_steps, f"{summary['steps']} steps were trained")
+    case.note(
+        steps=summary["steps"],
+        tokens_per_s=summary["tokens_per_s"],
+        **{name: value for name, value in summary["card_use"].items() if name in ("mfu", "learner_mfu")},
+        **{name: value for name, value in summary["steps_s"].items() if value},
+    )
+
+
+def _config(case: PartRun, folder: Path) -> Path:
+    sizes, path = case.sizes, folder / "config.yaml"
+    (folder / "reward.py").write_text(_REWARD)
+    prompts = [{"prompt": str(number)} for number in range(256)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    config: dict[str, Any] = {
+        "name": time.strftime("run-%H%M%S"),
+        "model": {"path": str(case.model)},
+        "data": {"prompts": "prompts.jsonl"},
+        "reward": {"functions": [{"path": "reward.py"}], "sandbox_minimum": sandbox_level()},
+        "algorithm": {
+            "rollout_batch_size": sizes.num_requests // 8,
+            "num_return_sequences_in_group": 8,
+            "prompt_length": sizes.prompt_tokens,
+            "response_length": sizes.answer_tokens,
+        },
+        "staleness": {"max_lag": 1},
+        "generation": {"max_rollouts": sizes.num_requests},
+        "run": {"directory": str(folder / "runs"), "total_steps": sizes.run_steps},
+    }
+    if case.on_gpu:
+        config["generation"]["engine"] = {"enforce_eager": False, **case.engine}
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
