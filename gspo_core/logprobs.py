@@ -38,7 +38,7 @@ def token_logprobs(
     up in float32. A weight of another dtype is copied for each pass.
     ValueError: shapes, a target outside the vocabulary, temperature or chunk_size not above 0.
     """
-    _check(hidden_BTD, weight_VD, target_BT, temperature, chunk_size)
+    check_inputs(hidden_BTD, weight_VD, target_BT, temperature, chunk_size)
     hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
     target_N = target_BT.reshape(-1).long()
     logp_N, entropy_N = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature: float, chunk_size: int
     ) -> tuple[Tensor, Tensor]:
-        products = _Products(hidden_ND, weight_VD, temperature)
+        products = Products(hidden_ND, weight_VD, temperature)
         logp_N = hidden_ND.new_empty(len(hidden_ND), dtype=products.dtype)
         entropy_N = torch.empty_like(logp_N)
         with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -78,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, g_N: Tensor | None, e_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, target_N, entropy_N = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        products = _Products(hidden_ND, weight_VD, ctx.temperature)
+        products = Products(hidden_ND, weight_VD, ctx.temperature)
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=products.dtype) if wants_weight else None
         with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -109,25 +109,27 @@ def _replace_by_gradient(
         p_SV.scatter_add_(1, target_S1, g_S1)
 
 
-class _Products:
+class Products:
     """The matrix products of one pass, divided by the temperature.
 
     Attributes:
         dtype: Of sums, log-probs and entropies.
+        precision: Factors are rounded to it.
+        stored: The dtype that rounded factors have.
         weight_VD: The output weight as a factor.
     """
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, temperature: float) -> None:
         self.dtype, self._scale = at_least_float32(hidden_ND, weight_VD), 1 / temperature
         is_low = hidden_ND.dtype == torch.bfloat16 and self.dtype == torch.float32
-        self._precision = torch.bfloat16 if is_low else self.dtype
+        self.precision = torch.bfloat16 if is_low else self.dtype
         # Only a GPU multiplies bf16 and adds up in float32. In float32 the products of bf16 numbers are exact.
-        self._stored = self._precision if hidden_ND.is_cuda else self.dtype
+        self.stored = self.precision if hidden_ND.is_cuda else self.dtype
         self.weight_VD = self.rounded(weight_VD)
 
     def rounded(self, tensor: Tensor) -> Tensor:
         """A tensor as a factor of a product."""
-        return tensor.to(self._precision).to(self._stored)
+        return tensor.to(self.precision).to(self.stored)
 
     def put(self, out: Tensor, a: Tensor, b: Tensor, *, beta: int = 0) -> Tensor:
         """Set `out` to beta out + a b / temperature, a and b as factors; returns it."""
@@ -135,12 +137,21 @@ class _Products:
             return torch.addmm(out, a, b, beta=beta, alpha=self._scale, out=out)
         return torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=self._scale, out=out)
 
+    def chunks(self, hidden_ND: Tensor, num_rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield (rows, their states as a factor, logits), num_rows at a time; the next turn overwrites the logits."""
+        step = min(num_rows, max(1, len(hidden_ND)))
+        z_buffer = hidden_ND.new_empty(step, len(self.weight_VD), dtype=self.dtype)
+        for start in range(0, len(hidden_ND), step):
+            rows = slice(start, min(start + step, len(hidden_ND)))
+            h_RD = self.rounded(hidden_ND[rows])
+            yield rows, h_RD, self.put(z_buffer[: len(h_RD)], h_RD, self.weight_VD.T)
+
 
 Block = tuple[slice, Tensor, Tensor]
 
 
 def _chunks(
-    hidden_ND: Tensor, products: _Products, chunk_size: int
+    hidden_ND: Tensor, products: Products, chunk_size: int
 ) -> Iterator[tuple[slice, Tensor, Tensor, Iterator[Block]]]:
     """Yield (rows, their states as a factor, logits, blocks), the logits in a buffer that the next turn reuses.
 
@@ -168,7 +179,7 @@ def _blocks(start: int, z_RV: Tensor, logp_buffer: Tensor) -> Iterator[Block]:
         yield slice(start + first, start + first + len(z_SV)), z_SV, logp_SV
 
 
-def _check(hidden: Tensor, weight_VD: Tensor, target: Tensor, temperature: float, chunk_size: int) -> None:
+def check_inputs(hidden: Tensor, weight_VD: Tensor, target: Tensor, temperature: float, chunk_size: int) -> None:
     if weight_VD.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight_VD.shape[1]:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight_VD.shape)}; they must be [..., D], [V, D]"

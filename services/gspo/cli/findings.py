@@ -18,6 +18,7 @@ from gspo.cli.processes.gpu_locks import find_holder
 from gspo.cli.processes.redis_server import redis_executable
 from gspo.common.config.reward import RewardConfig
 from gspo.common.errors import InputError
+from gspo.common.host.compilers import compiler_path
 from gspo.common.host.machine import GIB, VISIBLE, Gpu, free_memory, torch_is_for_cpus, vllm_for_gpus
 from gspo.common.host.packages import installed_version, unmet
 from gspo.common.planning.host_memory import PROCESSES_GIB
@@ -98,10 +99,10 @@ def _space(name: str, free_bytes: float, where: str, needed_gib: float, use: str
 
 
 def compiler() -> DoctorFinding:
-    """The C++ compiler: vLLM's compiled graphs need one on the CPU; the learner compiles nothing."""
-    path = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    """The C++ compiler: on a CPU, vLLM's compiled graphs and a learner that compiles need one."""
+    path = compiler_path("CXX")
     if not path:
-        advice = "Only generation.engine: {enforce_eager: false} needs one: apt install g++"
+        advice = "Only generation.engine: {enforce_eager: false} and learner.torch_compile need one: apt install g++"
         return DoctorFinding("C++ compiler", "warning", "there is none", advice)
     return DoctorFinding("C++ compiler", "OK", _first_line([path, "--version"]) or path)
 

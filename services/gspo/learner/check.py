@@ -12,6 +12,7 @@ from typing import Any
 from gspo.common.config.engines import LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
+from gspo.common.host.compilers import missing_compiler
 from gspo.common.host.machine import (
     GIB,
     check_gpus_are_seen,
@@ -81,6 +82,7 @@ def check_training(config: Config) -> None:
     _check_model(config, folder, files)
     _check_routing(config, files.config)
     _check_adapters(config.learner, folder, files)
+    _check_compile(config.learner, files.config)
     if config.teacher.path is not None:
         _check_teacher(config, folder, files)
     _check_memory(config, files)
@@ -94,6 +96,19 @@ def _check_model(config: Config, folder: Path, files: ModelFiles) -> None:
     _check_lengths(config, files.config)
     _check_vocabulary(folder, files)
     _check_shapes(folder, files)
+
+
+def _check_compile(learner: LearnerConfig, model: Mapping[str, Any]) -> None:
+    if not learner.torch_compile:
+        return
+    if has_experts(model):
+        raise InputError(
+            "learner.torch_compile",
+            "true is refused for a mixture: the sizes of its experts' products depend on the tokens",
+            "Leave it out",
+        )
+    if missing := missing_compiler(on_gpu=bool(visible_gpus())):
+        raise InputError("learner.torch_compile", f"torch.compile needs {missing}", "Install it: apt install g++")
 
 
 def _check_teacher(config: Config, policy: Path, files: ModelFiles) -> None:

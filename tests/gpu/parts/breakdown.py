@@ -1,7 +1,7 @@
-"""Where the time of a training step goes on the card, by torch's profiler: attention, linear layers, head and the rest.
+"""The parts of a training step's time on the card, by torch's profiler: attention, linear layers, head and others.
 
-The part of the forward pass in which a kernel's work began is found by ranges around the model's modules; that of a
-backward pass by the sequence number that autograd gives an operation and its gradient.
+Ranges around the model's modules name the part of a kernel in the forward pass. In the backward pass it follows from
+the sequence number that autograd gives an operation and its gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gspo.learner.model.network import PolicyModel
 from gspo.learner.training.trainer import Trainer
 from tests.gpu.learner_calls import random_rows
 from tests.gpu.part_run import PartRun
-from tests.gpu.parts.step import CASES, planned
+from tests.gpu.parts.step import CASES, judge_speed, planned
 from tests.support.training.rollout_rows import train, with_version
 
 _RANGE, _GRADIENT = "gspo:", "autograd::engine::evaluate_function: "
@@ -34,6 +34,8 @@ _BY_OPERATION = {
     "aten::_foreach_norm": "optimizer",
     "aten::_foreach_mul_": "optimizer",
 }
+# Of operations in no range, as those of compiled layers are.
+_PRODUCTS = {"aten::mm": "linear layers", "aten::addmm": "linear layers", "aten::bmm": "linear layers"}
 _ATTENTION = ("flash", "varlen", "scaled_dot_product", "efficient_attention", "causalattention")
 
 
@@ -46,10 +48,11 @@ def run(case: PartRun) -> None:
     trainer = Trainer(config, model)
     train(trainer, 1, rows)
     began = time.monotonic()
-    train(trainer, 2, with_version(rows, 1))
+    figures = train(trainer, 2, with_version(rows, 1)).metrics
     case.synchronize()
     step_s = time.monotonic() - began
     case.note(step_s=step_s)
+    judge_speed(case, training, trainer, figures["train_flops"] / step_s)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if case.on_gpu else [])]
     with _named_modules(trainer), profile(activities=activities) as profiled:
         train(trainer, 3, with_version(rows, 2))
@@ -74,7 +77,9 @@ def _named_modules(trainer: Trainer) -> Iterator[None]:
             return forward(*args)
 
     policy._logprobs = head  # type: ignore[method-assign]
-    for module in policy.causal_lm.modules():
+    # A range within a compiled layer would cut it to pieces.
+    is_compiled = trainer._config.learner.torch_compile
+    for module in () if is_compiled else policy.causal_lm.modules():
         if name := _part_of_module(module):
             handles += _ranges(module, name)
     try:
@@ -96,14 +101,14 @@ def _part_of_module(module: nn.Module) -> str:
 
 
 def _ranges(module: nn.Module, name: str) -> list[Any]:
-    under_way: list[record_function] = []
+    begun: list[record_function] = []
 
     def begin(*_: Any) -> None:
-        under_way.append(record_function(f"{_RANGE}{name}"))
-        under_way[-1].__enter__()
+        begun.append(record_function(f"{_RANGE}{name}"))
+        begun[-1].__enter__()
 
     def end(*_: Any) -> None:
-        under_way.pop().__exit__(None, None, None)
+        begun.pop().__exit__(None, None, None)
 
     return [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
 
@@ -151,9 +156,10 @@ def _part_of(event: FunctionEvent, forward: dict[tuple[int, int], str]) -> str:
                 return "head and loss"
             if any(word in around.name.lower() for word in _ATTENTION):
                 return "attention"
-            return forward.get((around.fwd_thread, around.sequence_nr)) or "rest"
+            if part := forward.get((around.fwd_thread, around.sequence_nr)):
+                return part
         around = around.cpu_parent
-    return "rest"
+    return "compiled kernels" if name.startswith("triton_") else _PRODUCTS.get(name, "rest")
 
 
 def _range_around(event: FunctionEvent) -> str:

@@ -161,12 +161,53 @@ def test_a_single_card_is_shared_so_that_both_fit(
     names = process_names(config, SERVICES)
     planned = planned_memory(config, place(config, names, visible_gpus()), names, model)
     assert all(memory.spare is not None and memory.spare >= 0 for memory in planned.values())
-    assert f"generation.engine: {{gpu_memory_utilization: {share}}}" in user_keys.note(config)
+    cache = config.generation.engine["kv_cache_memory_bytes"]
+    assert 0 < cache < share * 24 * GIB
+    engine = f"{{gpu_memory_utilization: {share}, kv_cache_memory_bytes: {cache}}}"
+    assert f"generation.engine: {engine}" in user_keys.note(config)
     # A resume keeps it, on any machine; a value of the user's own stays.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert user_keys.for_run(config) == config
     own = user(raw_config, tmp_path, generation={"engine": {"gpu_memory_utilization": 0.3}})
-    assert own.for_run(config).generation.engine == {"gpu_memory_utilization": 0.3}
+    assert own.for_run(config).generation.engine["gpu_memory_utilization"] == 0.3
+
+
+def test_a_share_of_the_user_has_its_cache(
+    tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would count the learner's memory as its own if it measured the free memory."""
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 1, gib=24)
+
+    def engine(keys: dict[str, Any]) -> dict[str, Any]:
+        chosen = user(raw_config, tmp_path, generation={"engine": keys}).for_device()
+        return dict(chosen.generation.engine)
+
+    half, quarter = engine({"gpu_memory_utilization": 0.5}), engine({"gpu_memory_utilization": 0.25})
+    assert half["kv_cache_memory_bytes"] - quarter["kv_cache_memory_bytes"] == pytest.approx(6 * GIB, abs=1 << 20)
+    assert engine({"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 5}) == {
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_memory_bytes": 5,
+    }
+
+
+def test_dense_models_in_bfloat16_are_compiled_where_a_compiler_is(
+    tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 2, gib=80)
+
+    def compiles(**learner: Any) -> bool:
+        return user(raw_config, tmp_path, learner=learner).for_device().learner.torch_compile
+
+    monkeypatch.setenv("CC", "sh")
+    assert compiles()
+    assert not compiles(torch_compile=False)
+    assert not compiles(zero_stage=3)
+    assert not compiles(dtype="float32")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert not compiles()
+    monkeypatch.setenv("CC", "sh")
+    published("Qwen3-30B-A3B", monkeypatch, host_gib=2000)
+    assert not compiles()
 
 
 def test_a_model_that_needs_several_cards_gets_them(

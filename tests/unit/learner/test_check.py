@@ -150,6 +150,20 @@ def mixture(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "mixture", num_experts=4, tie_word_embeddings=False)
 
 
+def test_layers_are_compiled_of_dense_models_where_a_compiler_is(
+    folder: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"torch_compile": True}
+    check(make_config(folder, learner=keys))
+    assert "true is refused for a mixture" in refused(mixture, learner=keys).rule
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    error = refused(folder, learner=keys)
+    assert (error.where, error.rule) == (
+        "learner.torch_compile",
+        "torch.compile needs a compiler (CXX, g++, clang++, c++)",
+    )
+
+
 def test_experts_are_replayed_in_a_mixture_alone(folder: Path, mixture: Path) -> None:
     keys = {"routing_replay": "learner", "old_logprobs": "recompute"}
     check(make_config(mixture, algorithm=keys))
@@ -605,6 +619,7 @@ def test_a_deepspeed_file_that_is_none(folder: Path) -> None:
     ("learner", "where", "rule"),
     [
         ({"offload": "optimizer"}, "learner.offload", "optimizer needs zero_stage 1 or more, and it is 0"),
+        ({"torch_compile": True, "zero_stage": 3}, "learner.torch_compile", "needs whole weights, and zero_stage 3"),
         ({"offload": "all", "zero_stage": 2}, "learner.offload", "all needs zero_stage 3, and it is 2"),
         (
             {"zero_stage": 3, "deepspeed": {"zero_optimization": {"offload_param": {"device": "nvme"}}}},

@@ -12,8 +12,10 @@ from gspo.cli.processes.programs import process_names
 from gspo.common.config.loading import key_value
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.machine import PARALLEL_ARGUMENTS, SHARE_ARGUMENT, Gpu, free_memory
+from gspo.common.host.compilers import missing_compiler
+from gspo.common.host.machine import CACHE_ARGUMENT, PARALLEL_ARGUMENTS, SHARE_ARGUMENT, Gpu, free_memory
 from gspo.common.planning.longest import engine_share, fitting_micro_batch, servable_bound, share_beside
+from gspo.common.planning.memory import generator_memory
 from gspo.common.planning.model_profile import ModelProfile
 from gspo.common.planning.rates import CARDS, rates_of
 from gspo.common.planning.times import Machine, parallel_cards
@@ -23,8 +25,12 @@ REPLICAS, RANKS, MICRO_BATCH = "generation.replicas", "learner.ranks", "learner.
 STAGE, OFFLOAD = "learner.zero_stage", "learner.offload"
 ENGINE = "generation.engine"
 # Engine arguments with such a default; the mapping itself is the user's.
-ENGINE_ARGUMENTS = (PARALLEL_ARGUMENTS[0], SHARE_ARGUMENT)
-COMPUTED = (REPLICAS, RANKS, MICRO_BATCH, STAGE, OFFLOAD)
+ENGINE_ARGUMENTS = (PARALLEL_ARGUMENTS[0], SHARE_ARGUMENT, CACHE_ARGUMENT)
+COMPILE = "learner.torch_compile"
+COMPUTED = (REPLICAS, RANKS, MICRO_BATCH, STAGE, OFFLOAD, COMPILE)
+# The ZeRO stage that leaves a rank a part of every weight.
+_SPREAD = 3
+_MIB = 1 << 20
 # Of a card that rates.py does not list, the flop/s for each byte/s are taken from this one.
 _USUAL_CARD = "NVIDIA H100 80GB HBM3"
 
@@ -50,6 +56,8 @@ def gpu_defaults(config: Config, left_out: Collection[str], gpus: Sequence[Gpu])
     # Under `placement: shared` the split is of time, not of cards.
     if config.placement == "split" and not any("MIG" in gpu.name for gpu in gpus):
         values = _split(config, model, model.profile, left_out, gpus, float(min(sizes)))
+    if COMPILE in left_out and COMPILE not in values:
+        values[COMPILE] = _compiles(_with(config, values), model.profile)
     if MICRO_BATCH in left_out:
         values |= _micro_batch(_with(config, values), model, model.profile, gpus)
     return values
@@ -76,6 +84,8 @@ def _split(
     plans = []
     for saving in _ways_to_save(config, left_out, num_cards):
         chosen = _with(config, saving)
+        if COMPILE in left_out:
+            chosen = _with(chosen, {COMPILE: _compiles(chosen, profile)})
         chosen = _with(chosen, _engine(chosen, model, profile, gpus, card_bytes))
         plans += split_cards(chosen, profile, num_cards, machine, replicas=replicas, ranks=ranks)
     if plans:
@@ -110,16 +120,24 @@ def _ways_to_save(config: Config, left_out: Collection[str], num_cards: int) -> 
 def _engine(
     config: Config, model: PlannedModel, profile: ModelProfile, gpus: Sequence[Gpu], card_bytes: float
 ) -> dict[str, Any]:
-    """The engine with as many cards as the model needs; on a single card with the share that the learner leaves."""
+    """The engine with as many cards as the model needs; on a single card with the share that the learner leaves.
+
+    Beside the learner vLLM also gets the bytes of its cache. It would count the learner's as its own.
+    """
     engine, longest = config.generation.engine, config.algorithm.longest_branch
     if len(gpus) == 1:
-        if SHARE_ARGUMENT in engine or config.generation.replicas > 1:
+        share = engine_share(config)
+        if SHARE_ARGUMENT not in engine:
+            if config.generation.replicas > 1:
+                return {}
+            used = rank_of(config, model, on_gpu=True).peak + gpus[0].used_bytes
+            share = min(share_beside(used, card_bytes), share)
+        bound = servable_bound(config, profile, card_bytes, share=share, num_cards=1)
+        if share <= 0 or bound.planned < longest or CACHE_ARGUMENT in engine:
             return {}
-        used = rank_of(config, model, on_gpu=True).peak + gpus[0].used_bytes
-        share = min(share_beside(used, card_bytes), engine_share(config))
-        if share <= 0 or servable_bound(config, profile, card_bytes, share=share, num_cards=1).planned < longest:
-            return {}
-        return {ENGINE: {**engine, SHARE_ARGUMENT: share}}
+        memory = generator_memory(config, profile, card_bytes, share=share, tensor_parallel=1)
+        cache = int(memory.kv_cache) // _MIB * _MIB
+        return {ENGINE: {**engine, SHARE_ARGUMENT: share, CACHE_ARGUMENT: cache}}
     if any(name in engine for name in PARALLEL_ARGUMENTS):
         return {}
     for parallel in (1, 2, 4, 8):
@@ -129,6 +147,12 @@ def _engine(
         if bound.planned >= longest:
             return {ENGINE: {**engine, PARALLEL_ARGUMENTS[0]: parallel}} if parallel > 1 else {}
     return {}
+
+
+def _compiles(config: Config, profile: ModelProfile) -> bool:
+    """Whether torch can compile the layers of this model here."""
+    is_whole = config.learner.zero_stage < _SPREAD and config.learner.dtype == "bfloat16"
+    return is_whole and not profile.is_mixture and not missing_compiler(on_gpu=True)
 
 
 def _micro_batch(config: Config, model: PlannedModel, profile: ModelProfile, gpus: Sequence[Gpu]) -> dict[str, Any]:

@@ -347,6 +347,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _compiled_weights_are_whole(self) -> Config:
+        if self.learner.torch_compile and self.learner.zero_stage == 3:
+            raise self.wrong(
+                "learner.torch_compile",
+                "needs whole weights, and zero_stage 3 gathers them within each layer",
+                "Leave it out, or set learner.zero_stage to 2 or less",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _segments_fit_the_lag(self) -> Config:
         segment, staleness = self.generation.segment_tokens, self.staleness
         if segment is None:

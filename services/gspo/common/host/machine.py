@@ -26,6 +26,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 GENERATORS_PER_GPU = "GSPO_GENERATORS_PER_GPU"
 # vLLM's engine argument for its share of a GPU's memory, and its default.
 SHARE_ARGUMENT, DEFAULT_SHARE = "gpu_memory_utilization", 0.92
+# Without it vLLM measures the free memory for its cache, also the memory that another process takes or frees meanwhile.
+CACHE_ARGUMENT = "kv_cache_memory_bytes"
 # vLLM's engine arguments that multiply the GPUs of one engine.
 PARALLEL_ARGUMENTS = ("tensor_parallel_size", "pipeline_parallel_size")
 _QUERY = "index,uuid,memory.total,memory.used,name,mig.mode.current"

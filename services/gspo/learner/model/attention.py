@@ -75,6 +75,12 @@ def attention_name() -> str:
     return NAME
 
 
+def stay_uncompiled() -> None:
+    """Keep this module's attention out of layers that are compiled from now on."""
+    # here: naming it imports torch's compiler, which takes a second
+    AttentionInterface.register(NAME, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
+
+
 @torch.no_grad()
 def use_own_attention(causal_lm: PreTrainedModel) -> str:
     """Give a model that was loaded with `attention_name()` its own attention back if this one differs.

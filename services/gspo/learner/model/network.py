@@ -24,6 +24,7 @@ from gspo.common.planning.flops import ModelFlops
 from gspo.learner.model.attention import OWN_ATTENTION, attend_to, attention_name, has_own_attention, use_own_attention
 from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.flop_counts import count_flops
+from gspo.learner.model.fused_logprobs import fused_token_logprobs
 from gspo.learner.model.named_weights import Whole
 from gspo.learner.model.spread_weights import Spreading, each_loaded, whole_where_used
 from gspo.learner.ranks.sequence_ranks import SequenceRanks
@@ -36,6 +37,8 @@ log = structlog.get_logger()
 # 128 MiB of logits in float32: with a small vocabulary more rows at a time, so that fixed costs are paid less often.
 _LOGITS_AT_A_TIME = 2**25
 _LEAST_ROWS = 1024
+# Of the fused output layer on a GPU: the gradient of its weight is read and written once for so many rows.
+FUSED_ROWS = 4096
 _OTHER_ARCHITECTURE = (
     "Use an architecture whose logits are hidden states times the output weight, such as Qwen or Llama"
 )
@@ -63,6 +66,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm, self.adapters = causal_lm, adapters
         self._temperature, self._dtype = config.sampling.temperature, getattr(torch, config.learner.dtype)
+        self._is_compiled = config.learner.torch_compile
 
     def forward(
         self,
@@ -115,8 +119,12 @@ class PolicyModel(nn.Module):
         if hidden_ND.is_cuda:
             hidden_ND = hidden_ND.to(self._dtype)
         head_VD = self.causal_lm.get_output_embeddings().weight
-        rows = max(_LEAST_ROWS, _LOGITS_AT_A_TIME // len(head_VD))
-        return token_logprobs(hidden_ND, head_VD, target_N, temperature=temperature, chunk_size=rows)
+        if self._is_compiled and hidden_ND.is_cuda:
+            rows = FUSED_ROWS
+        else:
+            rows = max(_LEAST_ROWS, _LOGITS_AT_A_TIME // len(head_VD))
+        function = fused_token_logprobs if self._is_compiled else token_logprobs
+        return function(hidden_ND, head_VD, target_N, temperature=temperature, chunk_size=rows)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from gspo.common.host.durable_write import replace_file
 from gspo.common.host.machine import generators_per_gpu, visible_gpus
 from gspo.common.host.process_tuning import return_freed_memory
 from gspo.common.model.teacher_files import teacher_folder
+from gspo.learner.model.compiled_layers import compile_layers
 from gspo.learner.model.named_weights import checkpoint_tensors, export_model
 from gspo.learner.model.network import (
     PolicyModel,
@@ -96,6 +97,9 @@ class PolicyEngine:
             self._device, getattr(torch, config.learner.dtype), self._threads, int(os.environ["LOCAL_RANK"])
         )
         set_deadlines(config.learner.rank_timeout_s)
+        if config.learner.torch_compile:
+            for frozen_or_trained in (self._model, *(it for it in frozen if it is not None)):
+                compile_layers(frozen_or_trained.causal_lm)
         # Last: the trials at the start compare two ways to attend, and TF32 would blur them.
         _allow_tf32(config, self._device, [self._model, *frozen])
 

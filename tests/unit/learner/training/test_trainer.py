@@ -548,3 +548,20 @@ def test_positions_are_never_rounded_to_tf32(folder: Path) -> None:
         assert (seen, torch.get_float32_matmul_precision()) == (["highest"], "high")
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_compiled_layers_make_the_same_steps(folder: Path) -> None:
+    """Steps of several shapes. The old log-probs come from passes without gradients, and the first ratio is near 1."""
+    results = []
+    for learner in ({}, {"torch_compile": True}, {"torch_compile": True, "gradient_checkpointing": True}):
+        config = make_config(folder, algorithm={**GSPO, "old_logprobs": "recompute"}, learner=learner)
+        trainer = Trainer(config, folder)
+        rows = make_rows(folder)
+        steps = [train(trainer, 1, rows).metrics, train(trainer, 2, with_version(rows[:5], 1)).metrics]
+        results.append((steps, trainer.policy()))
+    (plain, weights), *compiled = results
+    for steps, own in compiled:
+        for expected, figures in zip(plain, steps, strict=True):
+            assert figures == pytest.approx(expected, rel=1e-3, abs=1e-5)
+            assert figures["log_ratio_std_at_start"] < 1e-6
+        assert all((own[name] - weight).norm() <= 1e-4 * weight.norm() for name, weight in weights.items())
