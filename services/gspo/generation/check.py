@@ -10,10 +10,13 @@ from gspo.common.config.schema import Config
 from gspo.common.config.sources import Source
 from gspo.common.errors import ConfigError, InputError, warn
 from gspo.common.host.machine import (
+    CACHE_ARGUMENT,
     GIB,
     PARALLEL_ARGUMENTS,
+    SHARE_ARGUMENT,
     check_gpus_are_seen,
     free_memory,
+    torch_is_for_cpus,
     visible_gpus,
     warn_of_float32,
     warn_of_idle_gpus,
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 # vLLM's InputBatch: an int32 token id and a flag for every token of the longest rollout.
 _PLACE_TOKEN_BYTES = 5
+# Arguments whose values the placement checks, and a switch: vLLM, which takes up to a minute to import, refuses none.
+_PLAIN = {SHARE_ARGUMENT, CACHE_ARGUMENT, "enforce_eager"}
 
 
 def check(config: Config) -> None:
@@ -58,7 +63,7 @@ def check(config: Config) -> None:
     for source in config.sources:
         if source.environment.used:
             _check_chat_template(config, source)
-    if config.generation.engine:
+    if config.generation.engine.keys() - _PLAIN:
         from gspo.generation.engine.startup import check_values  # here: importing vLLM takes seconds
 
         check_values(config, model_folder(config.model))
@@ -83,6 +88,8 @@ def _check_gpus(config: Config) -> None:
     engine, gpus = config.generation.engine, visible_gpus()
     check_gpus_are_seen("generation.engine", gpus)
     warn_of_float32("generation.dtype", config.generation.dtype, gpus)
+    if CACHE_ARGUMENT in engine and torch_is_for_cpus():
+        warn(f"generation.engine.{CACHE_ARGUMENT} has no effect on a CPU: generation.kv_cache_gb is the cache's size")
     degrees = {key: engine[key] for key in PARALLEL_ARGUMENTS if type(engine.get(key)) is int}
     num_needed = math.prod(degrees.values())
     if num_needed <= max(1, len(gpus)):

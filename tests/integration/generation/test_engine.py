@@ -333,7 +333,8 @@ def test_a_running_engine_reports_its_kv_cache(generator: SharedEngine) -> None:
 async def test_compiled_graphs_serve_pushed_weights(tmp_path: Path) -> None:
     folders = [make_tiny_model(tmp_path / str(seed), seed=seed, scale=4.0) for seed in (1, 2)]
     copies = PolicyCopies.from_folder(folders[0], "float32")
-    compiled = {"enforce_eager": False}
+    # A run that began on a GPU has the bytes of its cache there, which a CPU does not take.
+    compiled = {"enforce_eager": False, "kv_cache_memory_bytes": 1}
     engine = await Engine.start(
         engine_arguments(
             folders[0], GenerationConfig(max_rollouts=64, kv_cache_gb=0.25, engine=compiled), max_model_len=512

@@ -39,7 +39,7 @@ _SMALL_VOCABULARY = 4096
 def import_variables(config: Config) -> dict[str, str]:
     """Variables to set unless the user has set them."""
     if not torch_is_for_cpus():
-        return {}
+        return _NO_THREADS
     values = {**CPU_ENVIRONMENT, **_NO_THREADS}
     if config.generation.engine.get("enforce_eager", True) and _vocabulary(config.model.path) <= _SMALL_VOCABULARY:
         values["TORCH_COMPILE_DISABLE"] = "1"
@@ -75,8 +75,10 @@ class ForkedProcess:
     """
 
     def __init__(self) -> None:
-        if (num_threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
-            raise RuntimeError(f"a process is forked while there is one thread, and there are {num_threads}")
+        names = [(path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
+        if len(names) > 1:
+            reason = f"a process is forked while there is one thread, and there are {len(names)}"
+            raise RuntimeError(f"{reason}: {', '.join(sorted(names))}")
         context = get_context("fork")
         receiver, self._sender = context.Pipe(duplex=False)
         self._process = context.Process(target=_wait_for_work, args=(receiver, self._sender))

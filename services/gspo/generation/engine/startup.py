@@ -11,6 +11,7 @@ from pathlib import Path
 
 from vllm import AsyncEngineArgs, ModelRegistry
 from vllm.platforms import current_platform
+from vllm.utils.platform_utils import cuda_is_initialized
 
 from gspo.common.config.schema import Config, ModelConfig
 from gspo.common.errors import InputError
@@ -26,18 +27,20 @@ def import_engine(model: ModelConfig) -> bool:
     a machine (8 s of processor time), so that no GPU is opened here.
 
     Returns:
-        Whether to fork the engine's process from this one, as on a CPU. A spawned process imports everything again: 7 s
-        of processor time before the model loads, and 5 s at the end. On a GPU forking was not tried, so vLLM spawns.
+        Whether to fork the engine's process from this one. A spawned process imports everything again: 7 s of processor
+        time before the model loads, and 5 s at the end. A GPU that is open here would be lost to a fork, so vLLM spawns
+        then.
     """
-    if not current_platform.is_cpu():
-        return False
-    import vllm.v1.worker.cpu_worker  # noqa: F401 - here: it is for CPUs alone
+    if current_platform.is_cpu():
+        import vllm.v1.worker.cpu_worker  # here: it is for CPUs alone
+    else:
+        import vllm.v1.worker.gpu_worker  # noqa: F401 - here: it is for GPUs alone
 
     for name in read_model_config(Path(model.path)).get("architectures") or []:
         if (known := ModelRegistry.models.get(name)) is not None:
             with suppress(ImportError):  # of a missing package: vLLM reports it when it imports the class itself
                 ModelRegistry.register_model(name, known.load_model_cls())
-    return True
+    return not cuda_is_initialized()
 
 
 def check_values(config: Config, folder: Path) -> None:

@@ -28,7 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from gspo.common.config.engines import GenerationConfig
-from gspo.common.host.machine import GIB
+from gspo.common.host.machine import CACHE_ARGUMENT, GIB
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import (
     Completion,
@@ -338,12 +338,13 @@ def engine_arguments(
             CPU does not have.
     """
     own: dict[str, Any] = {}
+    of_user = dict(generation.engine)
     if current_platform.is_cpu():
         # Compiling takes a CPU half a minute at the first start and ten seconds at each later one.
         own["enforce_eager"] = True
         own["distributed_executor_backend"] = IN_PROCESS_EXECUTOR
-        # On a GPU vLLM takes its share of memory.
-        own["kv_cache_memory_bytes"] = int(generation.kv_cache_gb * GIB)
+        # On a GPU vLLM takes its share of memory, or what a run's start planned for it.
+        of_user[CACHE_ARGUMENT] = int(generation.kv_cache_gb * GIB)
     elif sleeps:
         own["enable_sleep_mode"] = True
     return AsyncEngineArgs(
@@ -359,7 +360,7 @@ def engine_arguments(
         trust_remote_code=trust_remote_code,
         load_format="safetensors",
         disable_log_stats=True,
-        **{**own, **generation.engine},
+        **{**own, **of_user},
     )
 
 

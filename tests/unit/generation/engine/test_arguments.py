@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from gspo.common.errors import ConfigError
+from gspo.generation.check import check
 from gspo.generation.engine.arguments import ALLOWED_ARGS, OWN_ARGS, REFUSED_ARGS, check_engine_args
+from tests.support.tiny_model import make_tiny_model
+from tests.support.training.rollout_rows import make_config
 
 
 def test_vllms_own_arguments_pass() -> None:
@@ -47,6 +50,18 @@ def test_a_second_way_to_say_a_key_is_refused() -> None:
 def test_an_argument_without_an_effect_or_with_a_bad_one_is_refused(name: str, value: object, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"generation\.engine\.{name}: .*{reason}.*[Rr]emove the key"):
         check_engine_args({name: value})
+
+
+def test_values_that_the_placement_checks_need_no_import_of_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import takes up to a minute before a run starts."""
+    monkeypatch.setitem(sys.modules, "gspo.generation.engine.startup", None)
+    model = make_tiny_model(tmp_path / "model")
+    plain = {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 1 << 30, "enforce_eager": False}
+    check(make_config(model, generation={"engine": plain}))
+    with pytest.raises(ImportError):
+        check(make_config(model, generation={"engine": {**plain, "block_size": 8}}))
 
 
 def test_executors_of_one_host_pass() -> None:
