@@ -21,7 +21,7 @@ need = @command -v $(1) >/dev/null || { echo "not tested: $(2); $(1) is missing 
 all = @failed=; for command in $(1); do echo "$$command"; $$command || failed="$$failed  $$command\n"; done; \
   [ -z "$$failed" ] || { printf "failed:\n$$failed" >&2; exit 1; }
 
-.PHONY: help setup demo test test-quick test-long test-promises gpu-test compose-test slurm-test browser-test lint docs bench chaos proto lock clean
+.PHONY: help setup demo test test-quick test-long test-promises nightly release gpu-test compose-test slurm-test browser-test lint docs bench chaos proto lock clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -47,6 +47,15 @@ gpu-test: $(if $(GSPO_PYTHON),,setup) ## The tests on a GPU: rows of docs/gpu.md
 
 test-promises: setup ## Break what the project promises, one by one, and see that the tests notice (WORDS)
 	$(BIN)/python -m tests.promises $(WORDS)
+
+nightly: setup ## Everything that `make test` does not run, area by area, resumed, into docs/nightly.md (NIGHTLY="--only demo")
+	$(BIN)/python -m tests.nightly $(NIGHTLY)
+
+release: setup ## The wheel in dist/ and the version's tag; refused while an area of docs/nightly.md is red
+	$(BIN)/python -m tests.nightly --check
+	@git diff --quiet HEAD || { echo "files have changes: commit them first" >&2; exit 1; }
+	$(BIN)/uv build -q --wheel --out-dir dist
+	git tag -a "v$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["version"])')" -m "gspo"
 
 compose-test: setup ## docker-compose.yml with a Docker engine: build, run, scale, kill; SCENARIOS=agents (Error 3: no engine, not tested)
 	$(BIN)/python -m tests.compose $(SCENARIOS)
