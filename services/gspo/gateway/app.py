@@ -16,7 +16,7 @@ from gspo.common.service.app import App, Service, run_app
 from gspo.gateway.chat_api import chat_api
 from gspo.gateway.generators import Generators
 from gspo.gateway.sessions.board import Board
-from gspo.gateway.sessions.session_store import SessionStore
+from gspo.gateway.sessions.session_store import BYTES_A_TOKEN, LEAST_ROLLOUT_BYTES, SessionStore
 
 
 async def run_gateway(service: Service) -> None:
@@ -28,7 +28,13 @@ async def run_gateway(service: Service) -> None:
 async def startup(service: Service) -> AsyncIterator[App]:
     """Read tokenizer and chat template, and open the HTTP API."""
     generators = Generators(service)
-    store = SessionStore(service.redis, service.keys, service.config.agent.lease_s, service.uid)
+    store = SessionStore(
+        service.redis,
+        service.keys,
+        service.config.agent.lease_s,
+        service.uid,
+        most_bytes=max(LEAST_ROLLOUT_BYTES, BYTES_A_TOKEN * service.config.algorithm.longest_rollout),
+    )
     service.activity.set("busy", "reading the tokenizer")
     service.http_api = await chat_api(service, model_folder(service.config.model), generators, store)
     service.activity.set("waiting", "requests", f"as {service.config.gateway.model_name}")

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 
 from gspo.common.streams.keys import GATEWAY, Keys
 from gspo.common.streams.token_counts import abandon, read_counts
-from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
+from gspo.gateway.sessions.session_store import RolloutTooLargeError, Session, SessionLostError, SessionStore
 from gspo_proto.agent_pb2 import TurnBegin, TurnEntry, TurnTokens
 from gspo_proto.rollout_pb2 import GroupTask
 
@@ -63,6 +63,30 @@ async def test_an_empty_secret_is_no_key(redis: Redis, keys: Keys, stores: list[
     for key in (f"{name}.", ".", "", name, "no-such."):
         with pytest.raises(SessionLostError):
             await stores[0].session(key)
+
+
+async def test_the_bytes_of_a_rollout_are_bounded_with_those_of_cancelled_requests(redis: Redis, keys: Keys) -> None:
+    await redis.set(keys.instance(GATEWAY, "one"), "{}")
+    store = SessionStore(redis, keys, 60.0, "one", most_bytes=10_000)
+    session = await leased(redis, keys, store)
+
+    def entry(request: str) -> TurnEntry:
+        return TurnEntry(turn=request, begin=TurnBegin(context=[1], messages_json="m" * 3000))
+
+    for request in "abc":
+        await store.reserve(session.key, request, 1, 5)
+        await store.append(session.key, entry(request), 0)
+        await store.settle(session.key, request, 0)  # cancelled
+    for _ in range(20):
+        with pytest.raises(RolloutTooLargeError, match="10000 bytes"):
+            await store.append(session.key, entry("d"), 0)
+    await store.append(session.key, TurnEntry(turn="c", tokens=TurnTokens(token_ids=[1])), 1)
+    assert len(await store.turns(session.name)) == 4
+    await store.release(session.key)
+    assert await store.reopen(session.name) == 2
+    again = await store.lease("worker")
+    assert again is not None
+    await store.append(again.key, entry("d"), 0)
 
 
 async def test_the_tokens_of_a_lost_gateway_are_free_again(

@@ -13,8 +13,9 @@ from redis.asyncio import Redis
 
 from gspo.cli.dead_letters import letters
 from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, Subscription
-from gspo.common.streams.inbox import Delivery, Inbox, append
+from gspo.common.streams.inbox import Delivery, EntryOutput, Inbox, append
 from gspo.common.streams.keys import GENERATION, Keys
+from gspo.common.streams.token_counts import RolloutTokens
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(30)]
@@ -184,6 +185,28 @@ async def test_a_batch_that_a_handler_gives_up_is_dead_letters(redis: Redis, key
         while await redis.xlen(keys.prompts):
             await asyncio.sleep(0.01)
     assert [item.letter.reason for item in await letters(redis, keys)] == ["no such model"] * 2
+
+
+async def test_an_output_beyond_the_bound_of_an_entry_is_a_dead_letter(
+    redis: Redis, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No consumer would take it, and Redis refuses the largest: written again and again, it would stop the others."""
+    monkeypatch.setattr("gspo.common.streams.inbox.MAX_ENTRY_BYTES", 1000)
+    tasks = inbox(redis, keys)
+
+    async def write(batch: Deliveries) -> None:
+        size = 1001 if batch[0].message.group == 1 else 1000
+        await tasks.put(
+            [EntryOutput(batch[0], keys.rollouts, b"r" * size, f"{batch[0].message.group}-0", RolloutTokens(1))]
+        )
+        await tasks.finish(batch[0])
+
+    await issue(redis, keys.prompts, 1, 2)
+    async with running(subscribe(Handler(tasks, write))):
+        while await redis.xlen(keys.prompts):
+            await asyncio.sleep(0.01)
+    assert [item.letter.group for item in await letters(redis, keys)] == [1]
+    assert await redis.xlen(keys.rollouts) == 1
 
 
 async def test_the_error_of_a_handler_ends_the_consumer_after_the_other_handlers(redis: Redis, keys: Keys) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gspo.gateway.sessions.agent_rollout import NO_TURN, TOO_LONG, agent_rollout
 from gspo.gateway.sessions.session_store import Session
-from gspo.gateway.sessions.turns import Conversation, message_digest, prefix_digests
+from gspo.gateway.sessions.turns import Conversation, message_digest, prefix_digests, stored_message
 from gspo_proto import rollout_pb2
 from gspo_proto.agent_pb2 import AgentResult, TurnBegin, TurnEnd, TurnEntry, TurnTokens
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout, Sampling
@@ -223,3 +223,34 @@ def test_of_turns_that_differ_in_white_space_a_request_continues_the_one_with_it
         assert continued(user, answer, more) == name
         assert continued(user, answer, more, answer, more) == f"{name}-later"
     assert continued(user, {"role": "assistant", "content": "  "}, more) == "c"
+
+
+def test_a_message_is_stored_with_the_fields_that_anybody_reads() -> None:
+    """A client may send any others: they cost no token, and Redis would hold them."""
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}", "extra": 1}, "extra": 2}
+    message = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "hi", "extra": "A" * 99}, "no part"],
+        "name": "bob",
+        "tool_call_id": {"no": "text"},
+        "tool_calls": [call],
+        "reasoning": "because",
+        "extra": "A" * 99,
+    }
+    assert stored_message(message) == {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "hi"}],
+        "name": "bob",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+        "reasoning": "because",
+    }
+    assert message_digest(stored_message(message)) == message_digest(message | {"content": message["content"][:1]})
+    assert stored_message({"role": "assistant", "content": None}) == {"role": "assistant", "content": None}
+
+
+def test_a_rollout_beyond_the_bound_of_an_entry_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo.gateway.sessions.agent_rollout.MAX_ENTRY_BYTES", 2000)
+    chat = json.dumps([{"role": "user", "content": "x" * 3000}])
+    rollout = played(begin("a", "", [1], messages_json=chat), tokens("a", 2), end("a"))
+    assert rollout.episode.failure_kind == TOO_LONG and "an entry of a stream at most 2000" in rollout.episode.failure
+    assert rollout.ByteSize() < 2000

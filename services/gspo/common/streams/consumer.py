@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import structlog
 
+from gspo.common.streams.entries import EntryTooLargeError
 from gspo.common.streams.inbox import Delivery, Inbox
 from gspo.common.tasks import task_group, wait_until_set
 
@@ -194,7 +195,7 @@ class Consumer:
 async def _handle(subscription: Subscription, batch: Deliveries) -> None:
     try:
         await subscription.handle(batch)
-    except DeadLetterError as error:
+    except (DeadLetterError, EntryTooLargeError) as error:
         await _give_up(subscription, batch, str(error))
 
 

@@ -40,6 +40,13 @@ Problem = Literal["too_large", "undecodable", "schema", "malformed"]
 _Message = TypeVar("_Message", bound=Any)
 
 
+class EntryTooLargeError(Exception):
+    """An entry is larger than any consumer takes, and perhaps than Redis does: writing it again would not help."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"{num_bytes} bytes, and an entry has at most {MAX_ENTRY_BYTES}")
+
+
 class MalformedEntryError(ValueError):
     """The bytes are not an entry that this version reads; `kind` is the bounded name of the problem."""
 

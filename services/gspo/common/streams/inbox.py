@@ -22,7 +22,14 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import ResponseError
 
 from gspo.common.service.redis_client import num_broken_off
-from gspo.common.streams.entries import MalformedEntryError, entry_kinds, make_letter, read_entry
+from gspo.common.streams.entries import (
+    MAX_ENTRY_BYTES,
+    EntryTooLargeError,
+    MalformedEntryError,
+    entry_kinds,
+    make_letter,
+    read_entry,
+)
 from gspo.common.streams.keys import Keys, consumer_groups
 from gspo.common.streams.token_counts import COUNTING, NO_TOKENS, NOT_COUNTED, EndedTokens, RolloutTokens
 from gspo.common.telemetry import metrics
@@ -251,9 +258,14 @@ class Inbox:
         """Write outputs, all in one transaction, and keep their entries; a second output under a key is dropped.
 
         Returns, for each output, whether its entry is still ours.
+
+        Raises:
+            EntryTooLargeError: An output is larger than an entry may be.
         """
         if not outputs:
             return []
+        if (largest := max(len(output.payload) for output in outputs)) > MAX_ENTRY_BYTES:
+            raise EntryTooLargeError(largest)
         streams = list(dict.fromkeys(output.stream for output in outputs))
         args: list[Any] = [int(self._is_evaluation)]
         for output in outputs:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 
-from gspo.common.streams.entries import SCHEMA
+from gspo.common.streams.entries import MAX_ENTRY_BYTES, SCHEMA
 from gspo.gateway.sessions.session_store import Session
 from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn
 from gspo_proto import rollout_pb2
@@ -55,17 +55,22 @@ def agent_rollout(
         _add_tokens(rollout, branches)
         rollout.episode.turns_json, rollout.text = _messages(branches[0])
         if (num := len(rollout.prompt.token_ids) + len(rollout.token_ids)) > most_tokens:
-            return _too_long(rollout, num, most_tokens)
+            return _too_long(rollout, f"its branches have {num} tokens, and a rollout at most {most_tokens}")
+    if (size := rollout.ByteSize()) > MAX_ENTRY_BYTES:
+        rollout.ClearField("text")
+        rollout.ClearField("prompt")
+        rollout.episode.ClearField("turns_json")
+        return _too_long(rollout, f"it has {size} bytes, and an entry of a stream at most {MAX_ENTRY_BYTES}")
     return rollout
 
 
-def _too_long(rollout: Rollout, num_tokens: int, most_tokens: int) -> Rollout:
+def _too_long(rollout: Rollout, failure: str) -> Rollout:
     """A failure in place of the tokens."""
     for name in ("token_ids", "logp", "version", "mask", "branch_starts"):
         rollout.ClearField(name)
     rollout.outcome = rollout_pb2.OUTCOME_ENVIRONMENT_FAILED
     rollout.episode.failure_kind = TOO_LONG
-    rollout.episode.failure = f"its branches have {num_tokens} tokens, and a rollout at most {most_tokens}"
+    rollout.episode.failure = failure
     return rollout
 
 

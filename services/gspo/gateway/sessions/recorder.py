@@ -20,8 +20,8 @@ from vllm.tokenizers import TokenizerLike
 
 from gspo.common.config.schema import Config
 from gspo.common.telemetry import metrics
-from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
-from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn, message_digest
+from gspo.gateway.sessions.session_store import RolloutTooLargeError, Session, SessionLostError, SessionStore
+from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn, message_digest, stored_message
 from gspo_proto.agent_pb2 import TurnBegin, TurnEnd, TurnEntry, TurnTokens
 from gspo_proto.generation_pb2 import SampledTokens
 
@@ -100,7 +100,7 @@ class Recorder:
             continues=turn.name if turn else "",
             context=context,
             asked=asked,
-            messages_json=json.dumps(messages, ensure_ascii=False, default=str),
+            messages_json=json.dumps([*map(stored_message, messages)], ensure_ascii=False, default=str),
             unix_s=time.time(),
         )
         return [*before, *context]
@@ -109,8 +109,8 @@ class Recorder:
         """Write the beginning of the turn; returns the sampling of the run in place of the client's.
 
         Raises:
-            VLLMValidationError: The rollout has used up its tokens, or has ended; under agent.sampling: client, the
-                client's sampling cannot be trained on.
+            VLLMValidationError: The rollout has used up its tokens or bytes, or has ended; or the client's sampling
+                cannot be trained on (agent.sampling: client).
         """
         if self.begin is None:
             raise VLLMValidationError("an agent's key is for requests of one text or chat", parameter="prompt")
@@ -159,7 +159,7 @@ class Recorder:
         """Save tokens.
 
         Raises:
-            VLLMValidationError: The rollout has ended.
+            VLLMValidationError: The rollout has used up its bytes, or has ended.
         """
         self._token_ids += piece.token_ids
         tokens = TurnTokens(token_ids=piece.token_ids, logp=piece.logp, version=piece.version)
@@ -235,5 +235,5 @@ class Recorder:
     async def _written(self, write: Awaitable[T]) -> T:
         try:
             return await write
-        except SessionLostError as error:
+        except (RolloutTooLargeError, SessionLostError) as error:
             raise VLLMValidationError(str(error)) from error

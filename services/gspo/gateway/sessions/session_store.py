@@ -24,6 +24,8 @@ from gspo_proto.rollout_pb2 import GroupTask
 
 # A rollout of a run that has ended without removing it expires after this.
 _KEPT_S, _REPEATED_S = 24 * 3600, 600
+# An entry of one sampled token takes some 60 bytes. Contexts, their texts and cancelled requests are beside them.
+LEAST_ROLLOUT_BYTES, BYTES_A_TOKEN = 64 << 20, 256
 
 # KEYS: hash, open list. ARGV: name, seconds, then fields and values. A rollout that another gateway has opened stays.
 _OPEN = """
@@ -64,13 +66,19 @@ _WRITE = "redis.call('HSET', KEYS[1], unpack(ARGV, 2)) return 1"
 _FINISH = "redis.call('HSET', KEYS[1], 'result', ARGV[2]) redis.call('SETEX', KEYS[3], ARGV[3], ARGV[4]) return 1"
 
 # KEYS: hash, turns, tokens, rollout_tokens, hash of the open groups. ARGV: secret, end of the lease, seconds, entry,
-# name, sampled tokens, 1 for an evaluation, field of the turn's entries, number of this one. Tokens of a group that has
-# ended are counted, and no rollout has them.
+# name, sampled tokens, 1 for an evaluation, field of the turn's entries, number of this one, bytes of all entries at
+# most. Tokens of a group that has ended are counted, and no rollout has them.
+_TOO_LARGE = -3
 _APPEND = f"""
 local group = redis.call('HGET', KEYS[1], 'group')
 local has_ended = group ~= '' and redis.call('HEXISTS', KEYS[5], group) == 0
 if tonumber(redis.call('HGET', KEYS[1], ARGV[8]) or 0) > tonumber(ARGV[9]) then
   return has_ended and {_NOT_PLAYED} or 1
+end
+local size = string.len(ARGV[4])
+if redis.call('HINCRBY', KEYS[1], 'bytes', size) > tonumber(ARGV[10]) then
+  redis.call('HINCRBY', KEYS[1], 'bytes', -size)
+  return {_TOO_LARGE}
 end
 redis.call('HSET', KEYS[1], ARGV[8], ARGV[9] + 1)
 if has_ended then
@@ -133,7 +141,7 @@ _REOPEN = """
 local lease_end = redis.call('HGET', KEYS[1], 'until')
 if not lease_end or tonumber(lease_end) > tonumber(ARGV[2]) then return 0 end
 if redis.call('HEXISTS', KEYS[1], 'result') == 1 then return 0 end
-redis.call('HDEL', KEYS[1], 'secret', 'until', 'temperature')
+redis.call('HDEL', KEYS[1], 'secret', 'until', 'temperature', 'bytes')
 for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
   if string.find(field, '^RESERVED') then redis.call('HDEL', KEYS[1], field) end
 end
@@ -151,6 +159,10 @@ class SessionLostError(Exception):
 
     def __init__(self) -> None:
         super().__init__("this key plays no rollout: its lease has ended, or the rollout is finished")
+
+
+class RolloutTooLargeError(Exception):
+    """The requests of a rollout have more bytes than Redis shall hold for one, cancelled requests included."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +211,14 @@ class SessionStore:
     Args:
         lease_s: A worker that is silent for so long loses its rollout.
         uid: Of this gateway.
+        most_bytes: Of all that is written of a rollout's turns.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, lease_s: float, uid: str) -> None:
+    def __init__(
+        self, redis: Redis, keys: Keys, lease_s: float, uid: str, *, most_bytes: int = LEAST_ROLLOUT_BYTES
+    ) -> None:
         self._redis, self._keys, self._lease_s, self._uid = redis, keys, lease_s, uid
+        self._most_bytes = most_bytes
         self._open_script = redis.register_script(_OPEN)
         self._lease_script = redis.register_script(_LEASE)
         self._write_script = redis.register_script(_PLAYS + _WRITE)
@@ -289,11 +305,17 @@ class SessionStore:
 
         Raises:
             SessionLostError: As `session`; or the rollout's group has ended.
+            RolloutTooLargeError: It has used up its bytes.
         """
         name, num_tokens = _parts(key)[0], len(entry.tokens.token_ids)
         args = time.time() + self._lease_s, _KEPT_S, entry.SerializeToString(), name, num_tokens, int(":" in name)
-        place = _written(entry.turn), number
-        await self._run(self._append_script, key, *args, *place, more_keys=[*self._ledger, self._keys.open])
+        place = _written(entry.turn), number, self._most_bytes
+        more_keys = [*self._ledger, self._keys.open]
+        if await self._run(self._append_script, key, *args, *place, more_keys=more_keys) == _TOO_LARGE:
+            raise RolloutTooLargeError(
+                f"the requests of this rollout have {self._most_bytes} bytes together, the most that are kept. "
+                "Finish the task"
+            )
 
     async def reserve(self, key: str, turn: str, context_tokens: int, answer_tokens: int) -> int | None:
         """Hold tokens for a request; the tokens that its answer may have.

@@ -15,6 +15,8 @@ from typing import Any
 from gspo_proto.agent_pb2 import TurnBegin, TurnEnd, TurnEntry
 
 Message = dict[str, Any]
+_FIELDS = ("role", "name", "tool_call_id", "reasoning", "reasoning_content")
+_PART_FIELDS = ("type", "text")
 
 
 @dataclass(eq=False)
@@ -152,6 +154,26 @@ def message_digest(message: Message) -> str:
     """
     calls = [_call(call.get("function", call)) for call in message.get("tool_calls") or ()]
     return _digest(json.dumps([message.get("role"), text_of(message), calls], sort_keys=True))
+
+
+def stored_message(message: Message) -> Message:
+    """The fields of a message that chat templates, rewards and people read; a client may send any others."""
+    stored = {name: message[name] for name in _FIELDS if isinstance(message.get(name), str)}
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict)]
+        stored["content"] = [{name: part[name] for name in _PART_FIELDS if name in part} for part in parts]
+    elif "content" in message:
+        stored["content"] = content
+    if calls := message.get("tool_calls"):
+        stored["tool_calls"] = [_stored_call(call) for call in calls]
+    return stored
+
+
+def _stored_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    kept = {name: function[name] for name in ("name", "arguments") if name in function}
+    return {**({"id": call["id"]} if isinstance(call.get("id"), str) else {}), "type": "function", "function": kept}
 
 
 def text_of(message: Message) -> str:
