@@ -1,9 +1,10 @@
-"""The sandboxes of one agent: rollouts go to one that is free, and one with too much memory is ended."""
+"""The sandboxes of one agent: each rollout has a new one, and one with too much memory is ended."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -23,20 +24,34 @@ _MIB = 2**20
 _MEASURE_EVERY_S = 0.2
 # A sandbox that has just failed to start may fail again: the rollout goes back, and costs an attempt.
 _PAUSE_S = 1.0
+# Of the service itself; and of a sandbox: its sockets and pipes.
+_OWN_DESCRIPTORS, _DESCRIPTORS_OF_A_SANDBOX = 128, 12
+_MAX_CONNECTIONS = 64
 log = structlog.get_logger()
 
 
 class AgentPool:
-    """Plays rollouts in `agent.workers` sandboxes, one in each at a time; use it as an asynchronous context.
+    """Plays `agent.workers` rollouts at a time, each in a new sandbox; use it as an asynchronous context.
+
+    Sandboxes are started before their rollouts come. There is one more for each core, so that a rollout need not wait
+    for the import of its agent.
 
     Args:
         gateway: Opens a connection to a gateway.
-        outer_url: Address of a relay to the gateway outside of sandboxes.
+
+    Attributes:
+        num_playing: Rollouts that are played now.
     """
 
-    def __init__(self, config: AgentConfig, level: ConfinementLevel, gateway: Dial, outer_url: str) -> None:
+    def __init__(self, config: AgentConfig, level: ConfinementLevel, gateway: Dial) -> None:
         self._config = config
-        self.sandboxes = [AgentSandbox(config, level, gateway, outer_url) for _ in range(config.workers)]
+        num_cores = os.cpu_count() or 1
+        num_sandboxes = config.workers + min(config.workers, num_cores)
+        max_connections = _connections_each(num_sandboxes)
+        self.sandboxes = [AgentSandbox(config, level, gateway, max_connections) for _ in range(num_sandboxes)]
+        self.num_playing = 0
+        self._starts = asyncio.Semaphore(num_cores)
+        self._renewals: set[asyncio.Task[None]] = set()
         self._free: asyncio.Queue[AgentSandbox] = asyncio.Queue()
         for sandbox in self.sandboxes:
             self._free.put_nowait(sandbox)
@@ -45,32 +60,35 @@ class AgentPool:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
+        for renewal in self._renewals:
+            renewal.cancel()
+        await asyncio.gather(*self._renewals, return_exceptions=True)
         await asyncio.gather(*(sandbox.close() for sandbox in self.sandboxes))
-
-    @property
-    def num_playing(self) -> int:
-        """Rollouts that are played now."""
-        return len(self.sandboxes) - self._free.qsize()
 
     async def start_all(self) -> None:
         """Start every sandbox, as many at a time as there are cores; one that does not start is tried again later."""
-        slots = asyncio.Semaphore(os.cpu_count() or 1)
+        await asyncio.gather(*map(self._start, self.sandboxes))
 
-        async def start(sandbox: AgentSandbox) -> None:
-            async with slots:
-                with suppress(RolloutLostError, UnfitAgentError):
-                    await sandbox.start()
+    async def _start(self, sandbox: AgentSandbox) -> None:
+        async with self._starts:
+            with suppress(RolloutLostError, UnfitAgentError):
+                await sandbox.start()
 
-        await asyncio.gather(*map(start, self.sandboxes))
+    async def _renew(self, sandbox: AgentSandbox) -> None:
+        try:
+            await self._start(sandbox)
+        finally:
+            self._free.put_nowait(sandbox)
 
     async def play(self, task: Task) -> float | None:
-        """Play a rollout in a free sandbox; its reward.
+        """Play a rollout in a new sandbox; its reward.
 
         Raises:
             AgentFailedError: The agent has failed.
             RolloutLostError: What played it has died.
         """
         sandbox = await self._free.get()
+        self.num_playing += 1
         try:
             reward = await sandbox.play(task)
         except (RolloutLostError, UnfitAgentError) as error:
@@ -79,7 +97,10 @@ class AgentPool:
             await asyncio.sleep(_PAUSE_S)
             raise RolloutLostError(str(error)) from error
         finally:
-            self._free.put_nowait(sandbox)
+            self.num_playing -= 1
+            renewal = asyncio.create_task(self._renew(sandbox))
+            self._renewals.add(renewal)
+            renewal.add_done_callback(self._renewals.discard)
         if reward is None and self._config.weight is not None:
             raise AgentFailedError("invalid_return", "gave no reward, and agent.weight adds one to the score")
         return reward
@@ -89,11 +110,22 @@ class AgentPool:
         while True:
             await asyncio.sleep(_MEASURE_EVERY_S)
             by_pid = {sandbox.pid: sandbox for sandbox in self.sandboxes if sandbox.pid is not None}
-            measured = await asyncio.to_thread(memory_below, by_pid.keys())
+            try:
+                measured = await asyncio.to_thread(memory_below, by_pid.keys())
+            except OSError as error:  # this process has no descriptor free for the moment
+                log.warning("agents_not_measured", reason=str(error))
+                continue
             for pid, num_bytes in measured.items():
                 if num_bytes > self._config.memory_mb * _MIB and by_pid[pid].pid == pid:
                     log.warning("agent_over_memory", memory_mb=num_bytes // _MIB, limit_mb=self._config.memory_mb)
                     by_pid[pid].end_for_memory()
+
+
+def _connections_each(num_sandboxes: int) -> int:
+    """Connections of one sandbox, such that all sandboxes together leave the process descriptors for its own work."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    free = limit - _OWN_DESCRIPTORS - _DESCRIPTORS_OF_A_SANDBOX * num_sandboxes
+    return max(1, min(_MAX_CONNECTIONS, free // (2 * num_sandboxes)))  # each has two ends
 
 
 def memory_below(roots: Collection[int]) -> dict[int, int]:

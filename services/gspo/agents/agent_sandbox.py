@@ -1,4 +1,4 @@
-"""One sandbox of an agent: the processes that play rollouts, behind relays to the gateway and to named hosts.
+"""One sandbox of an agent: the processes that play one rollout, behind relays to the gateway and to named hosts.
 
 At the level bubblewrap it has namespaces of its own for files, processes, users and network. Within, only the loopback
 interface exists. The sandbox's program (player/program.py) opens sockets that listen there, and passes them out: this
@@ -6,6 +6,8 @@ process accepts their connections, and connects each to the socket's one address
 the sandbox's /etc/hosts.
 
 At the level rlimits there are no namespaces: a process with limits, which reaches what its user reaches.
+
+A sandbox plays one rollout and ends. So no rollout finds what another has written, nor a process that it has changed.
 
 Not covered: as for reward functions (services/gspo/reward/sandbox/execution.py), and what named hosts let through.
 """
@@ -19,6 +21,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -31,9 +34,10 @@ from gspo.agents import player
 from gspo.agents.player.loading import UnfitAgentError
 from gspo.agents.player.program import HEAD_BYTES, LISTENING, framed
 from gspo.agents.player.task import Task
-from gspo.agents.relay import Dial, Relay, dial_host
+from gspo.agents.relay import Dial, Relay, dial_host, readable
 from gspo.agents.worker import AgentFailedError, RolloutLostError
 from gspo.common.config.gateway import AgentConfig
+from gspo.common.plain_json import whole_text
 from gspo.common.score_numbers import NUMBER_RULE, bounded_number
 from gspo.common.service.module_command import SUPERVISOR_VARIABLE
 from gspo.reward.sandbox.bubblewrap import (
@@ -54,7 +58,7 @@ from gspo.reward.sandbox.launch import ConfinementLevel
 
 # The agent's own imports, on a busy machine.
 LOAD_TIMEOUT_S = 120.0
-_END_S = 5.0
+_END_S, _GRACE_S, _LOOK_EVERY_S = 5.0, 1.0, 0.005
 # Files in memory: of a rollout, and of /dev/shm.
 FOLDER_BYTES, SHARED_BYTES = 256 * 2**20, 64 * 2**20
 _NUM_TASKS = 1024
@@ -71,27 +75,27 @@ _PROGRAM = """
 import sys
 sys.path += {paths!r}
 sys.path[:0] = {folders!r}
-from inside import agent_profile, scratch
+from inside import agent_profile, confine
 from player import program
 del sys.path[:2]
-program.main(agent_profile.confine_agent, scratch.remove)
+program.main(agent_profile.confine_agent, confine.hide, agent_profile.become_rollout)
 """
 log = structlog.get_logger()
 
 
 class AgentSandbox:
-    """A sandbox that plays one rollout at a time; started on demand, and again after an end.
+    """A place for sandboxes: each plays one rollout and ends with it; another is started by `start`, or on demand.
 
     Args:
         level: bubblewrap or rlimits.
         gateway: Opens a connection to a gateway.
-        outer_url: Address of a relay to the gateway outside of sandboxes, for the level rlimits.
+        max_connections: Through its relays at a time; further ones wait.
     """
 
-    def __init__(self, config: AgentConfig, level: ConfinementLevel, gateway: Dial, outer_url: str) -> None:
+    def __init__(self, config: AgentConfig, level: ConfinementLevel, gateway: Dial, max_connections: int) -> None:
         self._config, self._filter, self._gateway = config, level.filter, gateway
         self._wrapped = level.name == "bubblewrap"
-        self._url = outer_url
+        self._max_connections, self._url = max_connections, ""
         self._process: asyncio.subprocess.Process | None = None
         self._folder: Path | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -133,7 +137,7 @@ class AgentSandbox:
             raise UnfitAgentError(str(loaded["unfit"]), str(loaded["fix"]))
 
     async def play(self, task: Task) -> float | None:
-        """Play one rollout to its end; its reward.
+        """Play one rollout to its end; its reward. Every process of it has ended then.
 
         Raises:
             AgentFailedError: The agent has failed.
@@ -145,21 +149,12 @@ class AgentSandbox:
             await self._send({"task": asdict(replace(task, base_url=f"{self._url}/v1"))})
             answer = await self._receive()
         except (OSError, EOFError) as error:
-            await self.close()
             if self.is_over_memory:
                 raise AgentFailedError("memory", self._too_much()) from error
             raise RolloutLostError("the sandbox that played it has died") from error
-        except BaseException:  # out of time, or the run ends: what it does no one needs
+        finally:
             await self.close()
-            raise
-        if "died" in answer:
-            name = _signal_name(answer["died"])
-            raise RolloutLostError(f"the process that played it was killed by {name}")
-        if "failure" in answer:
-            raise AgentFailedError(str(answer["kind"]), str(answer["failure"]))
-        if (reward := answer["reward"]) is None or bounded_number(reward) is not None:
-            return reward if reward is None else float(reward)
-        raise AgentFailedError("invalid_return", f"its reward is {reward!r:.100}, and a reward is {NUMBER_RULE}")
+        return _reward_of(answer)
 
     def end_for_memory(self) -> None:
         """Kill it since its processes have more memory than they may: its rollout fails."""
@@ -169,13 +164,13 @@ class AgentSandbox:
     async def close(self) -> None:
         """End every process of it."""
         self._kill()
+        if not await self._has_ended(_END_S):  # without namespaces, and stopped or within the agent's own import
+            self._kill_group()
+            await self._has_ended(_END_S)
         if self._process is not None:
-            try:
-                async with asyncio.timeout(_END_S):
+            with suppress(TimeoutError):  # unless a process that has left it holds the end of its output
+                async with asyncio.timeout(_GRACE_S):
                     await self._process.wait()
-            except TimeoutError:  # without namespaces, and within the agent's own import
-                self._kill_group()
-                await self._process.wait()
         if self._printing is not None:
             self._printing.cancel()
             await asyncio.gather(self._printing, return_exceptions=True)
@@ -186,6 +181,13 @@ class AgentSandbox:
         if self._folder is not None:
             scratch.remove(self._folder)
         self._process, self._folder, self._streams, self._printing, self._relays = None, None, None, None, []
+
+    async def _has_ended(self, patience_s: float) -> bool:
+        # Not by wait(): it also waits for the ends of pipes, which another process may have inherited.
+        deadline_s = time.monotonic() + patience_s
+        while self.pid is not None and time.monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return self.pid is None
 
     def _kill(self) -> None:
         """Every process: with the first one of a namespace all others end. Without one, the program ends the others."""
@@ -225,8 +227,7 @@ class AgentSandbox:
         here.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(here, framed(self._setup(places, uid, folder, listen)))
-        if listen:
-            await self._open_relays(here)
+        await self._open_relays(await _passed_out(here) if listen else [socket.create_server((_LOOPBACK, 0))])
         self._streams = await asyncio.open_connection(sock=here)
 
     def _setup(self, places: list[Path], uid: int, folder: Path, listen: list[tuple[str, int]]) -> dict[str, Any]:
@@ -244,7 +245,6 @@ class AgentSandbox:
             "command": list(config.command),
             "reads": [str(path.resolve()) for path in config.reads],
             "folder": _FOLDER_INSIDE if wrapped else str(folder),
-            "also_emptied": [_SHARED_INSIDE] if wrapped else [],
         }
 
     def _visible(self) -> list[Path]:
@@ -283,23 +283,16 @@ class AgentSandbox:
         hosts = [address.rpartition(":") for address in self._config.hosts]
         return [*((addresses.get(host, host), int(port)) for host, _, port in hosts), (_LOOPBACK, 0)]
 
-    async def _open_relays(self, control: socket.socket) -> None:
-        """Take the sockets that listen within, and relay their connections."""
-        readable = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(control, readable.set)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(control)
-        data, descriptors, _, _ = socket.recv_fds(control, len(LISTENING), _MAX_DESCRIPTORS)
-        if data != LISTENING:
-            raise EOFError("it has ended")
-        *of_hosts, of_gateway = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    async def _open_relays(self, listening: list[socket.socket]) -> None:
+        """Relay the connections to these sockets: each host's, then the gateway's."""
+        slots = asyncio.Semaphore(self._max_connections)
+        *of_hosts, of_gateway = listening
         self._url = f"http://{_LOOPBACK}:{of_gateway.getsockname()[1]}"
-        for listening, address in zip(of_hosts, self._config.hosts, strict=True):
-            self._relays.append(await Relay(listening, address, dial_host(address)).__aenter__())
-        self._relays.append(await Relay(of_gateway, "gateway", self._gateway).__aenter__())
+        self._relays = [Relay(of_gateway, "gateway", self._gateway, slots)]
+        for of_host, address in zip(of_hosts, self._config.hosts, strict=bool(of_hosts)):
+            self._relays.append(Relay(of_host, address, dial_host(address), slots))
+        for relay in self._relays:
+            await relay.__aenter__()
 
     async def _send(self, message: dict[str, Any]) -> None:
         assert self._streams is not None  # noqa: S101 - it has started
@@ -307,7 +300,7 @@ class AgentSandbox:
         await self._streams[1].drain()
 
     async def _receive(self) -> dict[str, Any]:
-        """The next answer, which user code may have forged.
+        """The next answer, which user code may have forged: of whole text, and numbers that may be of any size.
 
         Raises:
             EOFError: There is none: it has ended, or sent something else.
@@ -317,9 +310,10 @@ class AgentSandbox:
         size = int.from_bytes(await reader.readexactly(HEAD_BYTES), "big")
         if size > _MAX_ANSWER_BYTES:
             raise EOFError("its answer is too long")
+        body = await reader.readexactly(size)
         try:
-            answer: Any = json.loads(await reader.readexactly(size))
-        except ValueError:
+            answer: Any = whole_text(json.loads(body))
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             raise EOFError("its answer is none")
@@ -351,6 +345,36 @@ class AgentSandbox:
 
     def _too_much(self) -> str:
         return f"had more memory than agent.memory_mb {self._config.memory_mb}"
+
+
+async def _passed_out(control: socket.socket) -> list[socket.socket]:
+    """The sockets that listen within, which the sandbox's program passes out before user code runs.
+
+    Raises:
+        EOFError: It has ended.
+    """
+    await readable(control)
+    data, descriptors, _, _ = socket.recv_fds(control, len(LISTENING), _MAX_DESCRIPTORS)
+    if data != LISTENING:
+        raise EOFError("it has ended")
+    return [socket.socket(fileno=descriptor) for descriptor in descriptors]
+
+
+def _reward_of(answer: dict[str, Any]) -> float | None:
+    """The reward of an answer.
+
+    Raises:
+        AgentFailedError: The agent has failed.
+        RolloutLostError: Its process has died.
+    """
+    if "died" in answer:
+        raise RolloutLostError(f"the process that played it was killed by {_signal_name(answer['died'])}")
+    if "failure" in answer:
+        raise AgentFailedError(str(answer.get("kind")), str(answer["failure"]))
+    reward = answer.get("reward")
+    if reward is not None and bounded_number(reward) is None:
+        raise AgentFailedError("invalid_return", f"its reward is {reward!r:.100}, and a reward is {NUMBER_RULE}")
+    return bounded_number(reward)
 
 
 def _signal_name(number: Any) -> str:

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager, suppress
 import structlog
 
 from gspo.agents.agent_pool import AgentPool
-from gspo.agents.relay import MAX_CONNECTIONS, Relay, dial_gateway
-from gspo.agents.worker import AgentWorker
+from gspo.agents.relay import Relay, dial_gateway
+from gspo.agents.worker import AgentWorker, connections_of
 from gspo.common.service.app import App, Service, run_app
 from gspo.common.telemetry import metrics
 from gspo.reward.sandbox.levels import find_agent_level
@@ -37,9 +37,9 @@ async def startup(service: Service) -> AsyncIterator[App]:
     log.info("sandbox", confinement=level.name, parts=level.parts, lacks=level.lacks)
     gateway, listening = dial_gateway(service), socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    # It passes on the calls of all workers, and of their agents where sandboxes have no network of their own.
-    relay = Relay(listening, "gateway", gateway, MAX_CONNECTIONS * config.agent.workers)
-    async with relay, AgentPool(config.agent, level, gateway, url) as pool:
+    # Of the workers' own calls: agents have relays of their own.
+    relay = Relay(listening, "gateway", gateway, asyncio.Semaphore(connections_of(config.agent.workers)))
+    async with relay, AgentPool(config.agent, level, gateway) as pool:
         service.activity.set("busy", "starting the agents")
         await pool.start_all()
         worker = AgentWorker(pool.play, url, service.options.token, config.agent.workers, name=service.options.name)

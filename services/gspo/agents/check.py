@@ -42,7 +42,7 @@ async def _check(config: Config) -> None:
         rule = f"has several paths that end in {min(twice)}, and the agent's folder has one link of a name"
         raise InputError("agent.reads", rule, "Rename one")
     level = await find_agent_level(config.reward.sandbox_minimum)
-    sandbox = AgentSandbox(agent, level, _nowhere, "")
+    sandbox = AgentSandbox(agent, level, _nowhere, max_connections=1)
     where, value = ("agent.path", agent.path) if agent.path else ("agent.command.0", agent.command[0])
     try:
         await sandbox.start()

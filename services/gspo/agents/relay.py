@@ -10,8 +10,8 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeAlias
 
 import structlog
 
@@ -21,8 +21,9 @@ from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import GATEWAY
 
 _CHUNK_BYTES = 65536
-# Connections of one sandbox at a time; further ones wait.
-MAX_CONNECTIONS = 64
+# Connections that wait for a slot; further ones wait at their own end.
+_QUEUED = 128
+_PAUSE_S = 0.2
 _CONNECT_S = 10.0
 # A gateway may be restarting; clients see one slow answer.
 _GATEWAY_PATIENCE_S, _LOOK_EVERY_S = 60.0, 0.5
@@ -35,42 +36,58 @@ Dial: TypeAlias = Callable[[], Awaitable[Streams]]
 class Relay:
     """Passes on every connection to a listening socket; use it as an asynchronous context.
 
+    A connection beyond `slots` is not accepted: it waits in the socket's queue, and costs this process no descriptor.
+
     Args:
         name: Of its address, in logs.
-        max_connections: At a time; further ones wait.
+        slots: Of connections at a time; several relays may share them.
     """
 
-    def __init__(self, listening: socket.socket, name: str, dial: Dial, max_connections: int = MAX_CONNECTIONS) -> None:
-        self._listening, self._name, self._dial = listening, name, dial
-        self._slots = asyncio.Semaphore(max_connections)
-        self._server: asyncio.Server | None = None
-        self._passing: set[asyncio.Task[None]] = set()
+    def __init__(self, listening: socket.socket, name: str, dial: Dial, slots: asyncio.Semaphore) -> None:
+        self._listening, self._name, self._dial, self._slots = listening, name, dial, slots
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Relay:
-        self._server = await asyncio.start_server(self._pass_on, sock=self._listening)
+        self._listening.setblocking(False)
+        self._listening.listen(_QUEUED)
+        self._run(self._accept())
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        if self._server is not None:
-            self._server.close()
-        for task in self._passing:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._passing, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listening.close()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - the server runs this as a task
-        self._passing.add(task)
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self) -> None:
+        while True:
+            await readable(self._listening)
+            await self._slots.acquire()
+            try:
+                connection, _ = self._listening.accept()
+            except OSError as error:  # it has gone, or this process has no descriptor free
+                self._slots.release()
+                if not isinstance(error, BlockingIOError):
+                    log.info("relay_failed", address=self._name, reason=str(error))
+                    await asyncio.sleep(_PAUSE_S)
+                continue
+            self._run(self._pass_on(connection)).add_done_callback(lambda _: self._slots.release())
+
+    async def _pass_on(self, connection: socket.socket) -> None:
         try:
-            async with self._slots:
+            reader, writer = await asyncio.open_connection(sock=connection)
+            try:
                 await self._connect(reader, writer)
+            finally:
+                writer.transport.abort()
         except (OSError, TimeoutError) as error:
             log.info("relay_failed", address=self._name, reason=str(error) or type(error).__name__)
-        except asyncio.CancelledError:  # by the end of the relay alone; asyncio would log it as an error of the server
-            pass
-        finally:
-            self._passing.discard(task)
-            writer.transport.abort()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await self._dial()
@@ -82,6 +99,16 @@ class Relay:
             pass
         finally:
             far_writer.transport.abort()
+
+
+async def readable(waiting: socket.socket) -> None:
+    """Wait until a socket can be read, or accepts."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(waiting, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(waiting)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

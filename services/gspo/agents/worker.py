@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -25,6 +26,10 @@ _WAIT_S = 10.0
 _CALL_S = 30.0
 _PAUSE_S = 1.0
 _MOST_TEXT = 4096
+# As services/gspo/common/score_numbers.py has it, which needs more than this module may.
+LARGEST_REWARD = 1e30
+# Those that the gateway takes.
+FAILURE_KINDS = ("agent_failed", "crash", "exception", "invalid_return", "memory", "timeout")
 
 
 class RunUnreachableError(RuntimeError):
@@ -86,7 +91,7 @@ class AgentWorker:
         Raises:
             RunUnreachableError: The gateway refuses the worker, or has not answered for `patience_s`.
         """
-        limits = httpx.Limits(max_connections=2 * self.rollouts + 2)
+        limits = httpx.Limits(max_connections=connections_of(self.rollouts))
         http = httpx.AsyncClient(base_url=self.url.rstrip("/"), timeout=_CALL_S, limits=limits)
         async with http, asyncio.TaskGroup() as tasks:
             for _ in range(self.rollouts):
@@ -108,29 +113,43 @@ class AgentWorker:
                 raise RunUnreachableError(f"{self.url} gives no task: {reply.status_code} {reply.text[:_MOST_TEXT]}")
 
     async def _play(self, http: httpx.AsyncClient, lease: dict[str, Any]) -> None:
-        """Play one rollout, with heartbeats beside, and send how it ended."""
+        """Play one rollout, with heartbeats beside, and send how it ended. A fault ends this rollout alone."""
         path, key, lease_s = f"/v1/tasks/{lease['id']}", lease.pop("key"), lease.pop("lease_s")
         task = Task(base_url=f"{str(http.base_url).rstrip('/')}/v1", api_key=key, **lease)
         beating = asyncio.create_task(self._beat(http, path, key, lease_s))
         try:
-            result = await self._result(task)
-            reply = await self._post(http, f"{path}/finish", key, result, lease_s)
-        except (RunUnreachableError, RolloutLostError) as error:
+            how = await self._send_result(http, path, key, await self._result(task), lease_s)
+        except RunUnreachableError as error:
             log.warning("rollout %s is lost: %s", task.id, error)
-            self.counts["lost"] += 1
-            if isinstance(error, RolloutLostError):
-                with suppress(RunUnreachableError):  # its lease then ends by its time
-                    await self._post(http, f"{path}/release", key, {}, lease_s)
-            return
+            how = "lost"
+        except RolloutLostError as error:
+            log.warning("rollout %s is lost: %s", task.id, error)
+            how = await self._release(http, path, key, lease_s)
+        except Exception as error:  # of this program: the other rollouts go on
+            log.error("rollout %s is lost", task.id, exc_info=error)
+            how = await self._release(http, path, key, lease_s)
         finally:
             beating.cancel()
+        self.counts[how] += 1
+
+    async def _release(self, http: httpx.AsyncClient, path: str, key: str, lease_s: float) -> str:
+        with suppress(RunUnreachableError):  # its lease then ends by its time
+            await self._post(http, f"{path}/release", key, {}, lease_s)
+        return "lost"
+
+    async def _send_result(
+        self, http: httpx.AsyncClient, path: str, key: str, result: dict[str, Any], lease_s: float
+    ) -> str:
+        """Send how a rollout ended; finished, failed or lost. A result that the gateway refuses is a failure."""
+        reply = await self._post(http, f"{path}/finish", key, result, lease_s)
+        if reply.is_client_error and reply.status_code != HTTPStatus.GONE:
+            result = _failure("invalid_return", f"the gateway refuses its result: {reply.status_code} {reply.text}")
+            log.warning("the result of %s is refused: %d %s", path, reply.status_code, reply.text[:_MOST_TEXT])
+            reply = await self._post(http, f"{path}/finish", key, result, lease_s)
         if reply.is_success:
-            self.counts["failed" if "failure" in result else "finished"] += 1
-            return
-        self.counts["lost"] += 1
-        log.warning("the result of rollout %s is refused: %d %s", task.id, reply.status_code, reply.text[:_MOST_TEXT])
-        if reply.status_code != HTTPStatus.GONE:
-            raise RunUnreachableError(f"{self.url} refuses a result: {reply.status_code} {reply.text[:_MOST_TEXT]}")
+            return "failed" if "failure" in result else "finished"
+        log.warning("the end of %s is refused: %d %s", path, reply.status_code, reply.text[:_MOST_TEXT])
+        return "lost"
 
     async def _result(self, task: Task) -> dict[str, Any]:
         """The body of `finish`: a reward, or how the agent failed.
@@ -140,16 +159,20 @@ class AgentWorker:
         """
         try:
             async with asyncio.timeout(task.timeout_s):
-                return {"reward": await self.agent(task)}
+                reward: Any = await self.agent(task)
+            if reward is None or (isinstance(reward, int | float) and abs(reward) <= LARGEST_REWARD):
+                return {"reward": reward if reward is None else float(reward)}
+            return _failure("invalid_return", f"its reward is {reward!r:.100}, and no number within {LARGEST_REWARD:g}")
         except TimeoutError:
-            return {"failure": f"not finished after {task.timeout_s:g} s", "failure_kind": "timeout"}
+            return _failure("timeout", f"not finished after {task.timeout_s:g} s")
         except RolloutLostError:
             raise
         except AgentFailedError as error:
-            return {"failure": str(error)[:_MOST_TEXT], "failure_kind": error.kind}
-        except Exception as error:  # the agent is the user's: its errors end its rollout alone
+            return _failure(error.kind, str(error))
+        except (Exception, SystemExit) as error:  # the agent is the user's: its errors end its rollout alone
+            text = "".join(traceback.format_exception_only(error)).strip()  # also of one that cannot say what it is
             log.warning("the agent failed at rollout %s", task.id, exc_info=error)
-            return {"failure": f"{type(error).__name__}: {error}"[:_MOST_TEXT], "failure_kind": "exception"}
+            return _failure("exception", text)
 
     async def _beat(self, http: httpx.AsyncClient, path: str, key: str, lease_s: float) -> None:
         """Renew the lease until cancelled; the result tells whether it was lost."""
@@ -170,7 +193,7 @@ class AgentWorker:
         while True:
             try:
                 reply = await http.post(path, json=body, headers=_bearer(key))
-                if reply.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
+                if not (reply.is_server_error or reply.status_code == HTTPStatus.TOO_MANY_REQUESTS):
                     return reply
                 problem = reply.text[:_MOST_TEXT]
             except httpx.HTTPError as error:
@@ -180,6 +203,17 @@ class AgentWorker:
             if time.monotonic() >= deadline_s:
                 raise RunUnreachableError(f"{self.url} has not answered for {patience_s:g} s ({problem})")
             await asyncio.sleep(_PAUSE_S)
+
+
+def connections_of(rollouts: int) -> int:
+    """Connections of a worker with so many rollouts at a time: a call of each with its heartbeat, and some to spare."""
+    return 2 * rollouts + 2
+
+
+def _failure(kind: str, text: str) -> dict[str, Any]:
+    """A failure that the gateway takes: of a known kind, in whole characters, and not empty."""
+    whole = text[:_MOST_TEXT].encode(errors="replace").decode() or "no reason is known"
+    return {"failure": whole, "failure_kind": kind if kind in FAILURE_KINDS else "agent_failed"}
 
 
 def _bearer(key: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ import socket
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -112,14 +113,13 @@ async def pool(level: ConfinementLevel | None = None, **keys: Any) -> AsyncItera
     """The sandboxes of an agent, with a gateway of which there is the address alone; and its port."""
     config = AgentConfig(**{"workers": 1, **keys})
     level = level or await find_agent_level("bubblewrap")
-    async with server("gateway") as port:
-        opened = AgentPool(
-            config, level, lambda: asyncio.open_connection("127.0.0.1", port), f"http://127.0.0.1:{port}"
-        )
-        async with opened as sandboxes:
-            watching = asyncio.create_task(sandboxes.watch_memory())
-            yield sandboxes, port
-            watching.cancel()
+    async with (
+        server("gateway") as port,
+        AgentPool(config, level, partial(asyncio.open_connection, "127.0.0.1", port)) as sandboxes,
+    ):
+        watching = asyncio.create_task(sandboxes.watch_memory())
+        yield sandboxes, port
+        watching.cancel()
 
 
 def processes_named(argument: str) -> list[int]:
@@ -183,9 +183,11 @@ async def test_a_name_leads_to_the_host_of_that_name(tmp_path: Path, monkeypatch
     asked, connect = [], asyncio.open_connection
     async with server("search") as port:
 
-        async def resolved(host: str, number: int, **keys: Any) -> Any:
-            asked.append((host, number))
-            return await connect("127.0.0.1", port if number == 80 else number, **keys)
+        async def resolved(*address: Any, **keys: Any) -> Any:
+            if address:  # not the relay's own end
+                asked.append(address)
+                address = ("127.0.0.1", port)
+            return await connect(*address, **keys)
 
         async with pool(path=agent_file(tmp_path, source), hosts=("search.example.org:80",)) as (sandboxes, _):
             await sandboxes.start_all()
@@ -215,13 +217,10 @@ async def test_what_a_rollout_leaves_behind_is_gone_in_the_next(tmp_path: Path) 
     """
     seconds = f"{os.getpid()}.25"
     async with pool(path=agent_file(tmp_path, source)) as (sandboxes, _):
-        first = sandboxes.sandboxes[0]
         await sandboxes.start_all()
         for _ in range(3):
-            pid = first.pid
             assert await sandboxes.play(task(seconds=seconds)) == 1.0
             assert processes_named(seconds) == []
-            assert first.pid == pid
 
 
 async def test_a_rollout_ends_at_its_time_with_all_its_processes(tmp_path: Path) -> None:

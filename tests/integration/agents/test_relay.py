@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from functools import partial
 
 import pytest
 
-from gspo.agents.relay import Relay
+from gspo.agents.relay import Dial, Relay
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 
@@ -22,8 +23,9 @@ async def test_as_many_connections_as_it_may_have_are_served_side_by_side() -> N
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
+        dial: Dial = partial(asyncio.open_connection, "127.0.0.1", port)
         listening = socket.create_server(("127.0.0.1", 0))
-        async with Relay(listening, "gateway", lambda: asyncio.open_connection("127.0.0.1", port), 80):
+        async with Relay(listening, "gateway", dial, asyncio.Semaphore(80)):
             opened = [await asyncio.open_connection(*listening.getsockname()) for _ in range(81)]
             for _ in range(80):
                 await served.acquire()

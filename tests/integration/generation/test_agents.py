@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import anthropic
 import httpx
@@ -24,8 +24,10 @@ from openai import AsyncOpenAI
 from transformers import AutoTokenizer
 
 from gspo.agents.player.task import Task
-from gspo.agents.worker import AgentWorker, RunUnreachableError
+from gspo.agents.worker import FAILURE_KINDS, LARGEST_REWARD, AgentFailedError, AgentWorker, RunUnreachableError
+from gspo.common.score_numbers import LARGEST_NUMBER
 from gspo.common.streams.entries import SCHEMA
+from gspo.gateway.sessions.task_api import FinishRequest
 from gspo.learner.assembly.rollout_limits import rollout_limits
 from gspo.learner.assembly.rows import row_from_scored
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, RewardUse, Rollout, Sampling, Score, Scored, ScoredRollout
@@ -563,6 +565,59 @@ async def test_a_worker_plays_until_the_run_ends(generator: SharedEngine, redis_
     with pytest.raises(ExceptionGroup) as away:
         await AgentWorker(agent, url, token, patience_s=0.1).run()
     assert isinstance(away.value.exceptions[0], RunUnreachableError)
+
+
+class MuteError(Exception):
+    """It cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+# Results and exceptions of an agent, with the kind of failure; it is empty if there is a reward.
+GIVEN = [
+    (ValueError("\ud83d"), "exception"),
+    (MuteError(), "exception"),
+    (SystemExit(3), "exception"),
+    (RecursionError("\x00\x1b"), "exception"),
+    (AgentFailedError("nosuch", "\ud800" * 5000), "agent_failed"),
+    (AgentFailedError([], ""), "agent_failed"),  # type: ignore[arg-type]
+    (AgentFailedError("memory", "it had too much"), "memory"),
+    (float("nan"), "invalid_return"),
+    (1e308, "invalid_return"),
+    (10**400, "invalid_return"),
+    ("1", "invalid_return"),
+    ([[]], "invalid_return"),
+    (None, "invalid_return"),  # the gateway refuses it: this run's agents reward
+    (True, ""),
+    (1e30, ""),
+]
+
+
+async def test_whatever_an_agent_gives_ends_its_own_rollout_alone(run: AgentRun) -> None:
+    results = iter(GIVEN)
+    kinds: dict[str, str] = {}
+
+    async def agent(task: Task) -> Any:
+        result, kinds[task.id] = next(results)
+        async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            await client.chat.completions.create(model=task.model, messages=task.messages, max_tokens=2)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    worker = AgentWorker(agent, f"http://{run.gateway.address}", run.gateway.service.options.token, rollouts=4)
+    working = asyncio.create_task(worker.run())
+    for _ in GIVEN:
+        await run.issue()
+    rollouts = [await run.rollout() for _ in GIVEN]
+    assert not working.done()
+    worker.drain()
+    await working
+    assert {f"{rollout.group}-{rollout.number}": rollout.episode.failure_kind for rollout in rollouts} == kinds
+    assert worker.counts == {"finished": 2, "failed": len(GIVEN) - 2, "lost": 0}
+    assert set(get_args(FinishRequest.model_fields["failure_kind"].annotation)) == set(FAILURE_KINDS)
+    assert LARGEST_REWARD == LARGEST_NUMBER
 
 
 CHOSEN = {"agent": AGENT | {"sampling": "client"}}

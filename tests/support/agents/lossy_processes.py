@@ -16,8 +16,8 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from gspo.agents.relay import MAX_CONNECTIONS, Relay, Streams
-from gspo.agents.worker import AgentWorker
+from gspo.agents.relay import Relay, Streams
+from gspo.agents.worker import AgentWorker, connections_of
 from gspo.common.service.app import Service
 from tests.support.agents.restless_agent import RestlessAgent
 from tests.support.push_peers import service_of
@@ -113,7 +113,7 @@ async def lossy_processes(
 async def balancer(dial: Callable[[], Awaitable[Streams]]) -> AsyncIterator[str]:
     """An address that passes each connection on to a gateway which `dial` reaches, as a load balancer does."""
     listening = socket.create_server(("127.0.0.1", 0))
-    async with Relay(listening, "gateway", dial, MAX_CONNECTIONS * AGENTS):
+    async with Relay(listening, "gateway", dial, asyncio.Semaphore(connections_of(AGENTS))):
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 

@@ -1,4 +1,4 @@
-"""The program of an agent's sandbox: it loads the agent once, and plays each rollout in a process of its own.
+"""The program of an agent's sandbox: it loads the agent, and plays one rollout in a process of its own.
 
 It takes messages on a socket, each a length of four bytes and JSON, and answers each:
 
@@ -6,8 +6,9 @@ It takes messages on a socket, each a length of four bytes and JSON, and answers
   are any, then {} once the agent is loaded, or {"unfit": text, "fix": text}
 - {"task": {...}}: {"reward": number or null}, {"failure": text, "kind": name}, or {"died": number of the signal}
 
-After a rollout it ends every process that is left, and empties the folders. When the socket closes, everything ends.
-User code runs in this process at the agent's import: the service trusts none of the answers.
+It ends every process that the rollout has left, answers, and ends. When the socket closes, everything ends.
+User code runs in this process at the agent's import: the service trusts none of the answers. The rollout itself, which
+a policy may steer, neither reads nor writes the memory of this process.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ _TEXT_CHARS = 2000
 _END_S, _ROUND_S = 10.0, 0.02
 Message = dict[str, Any]
 Confine = Callable[[Message], None]
-Remove = Callable[[Path], None]
+Hide = Callable[[], None]
+Become = Callable[[int], None]
 
 
-def main(confine: Confine, remove: Remove) -> None:
-    """Serve on the socket that is descriptor `argv[1]` until it closes.
+def main(confine: Confine, hide: Hide, become_rollout: Become) -> None:
+    """Play the rollout that comes on the socket that is descriptor `argv[1]`, unless it closes.
 
     Args:
         confine: Gives up the privileges of this process.
-        remove: Removes a folder with its content.
+        hide: Closes this process to others of its user.
+        become_rollout: What the rollout's process does first, with the id of this one.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     sys.argv = [""]
@@ -61,31 +64,28 @@ def main(confine: Confine, remove: Remove) -> None:
         for listening in sockets:
             listening.close()
     confine(setup)
-    host = RolloutHost(setup, remove)
+    host = RolloutHost(setup, become_rollout)
     try:
         host.load()
     except UnfitAgentError as error:
         _send(control, {"unfit": str(error), "fix": error.fix})
         return
+    hide()
     _send(control, {})
     host.serve(control)
 
 
 class RolloutHost:
-    """Plays rollouts one after the other.
+    """Plays one rollout.
 
     Args:
-        setup: path and entry, or command, and reads. Each rollout has a folder of its own in folder. also_emptied are
-            further folders that user code may write to.
-        remove: Removes a folder with its content.
+        setup: path and entry, or command, and reads. The rollout has a new folder in folder.
+        become: What the rollout's process does first, with the id of this one.
     """
 
-    def __init__(self, setup: Message, remove: Remove) -> None:
-        self._setup, self._remove = setup, remove
-        self._folder = Path(setup["folder"])
-        self._shown = self._folder / "files"
-        self._emptied = [self._folder, *map(Path, setup["also_emptied"])]
-        self._kept: set[Path] = set()
+    def __init__(self, setup: Message, become: Become) -> None:
+        self._setup, self._become = setup, become
+        self._work = Path(setup["folder"]) / "work"
         self._agent: Agent | None = None
 
     def load(self) -> None:
@@ -94,12 +94,9 @@ class RolloutHost:
         Raises:
             UnfitAgentError: There is none.
         """
-        self._link_files(self._shown)
-        _use_as_home(self._shown)
-        # Also the folders of paths that the agent may read, where those lie in an emptied one.
-        self._kept = {path for top in self._emptied for path in top.iterdir()}
+        self._make_folder()
         if self._setup["path"]:
-            sys.path.insert(0, str(self._shown))
+            sys.path.insert(0, str(self._work))
             self._agent = load_agent(Path(self._setup["path"]), self._setup["entry"])
         elif shutil.which(self._setup["command"][0]) is None:
             raise UnfitAgentError(
@@ -108,34 +105,29 @@ class RolloutHost:
             )
 
     def serve(self, control: socket.socket) -> None:
-        """Play each rollout that comes until the socket closes."""
+        """Play the rollout that comes, unless the socket closes."""
+        if (message := _receive(control)) is None:
+            return
         wake, waker = socket.socketpair()
         waker.setblocking(False)
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        while (message := _receive(control)) is not None:
-            answer = self._play(Task(**message["task"]), control, wake)
-            if answer is None or not self._clean():
-                break
-            _send(control, answer)
+        answer = self._play(Task(**message["task"]), control, wake)
         _end_descendants()
+        if answer is not None:
+            _send(control, answer)
 
     def _play(self, task: Task, control: socket.socket, wake: socket.socket) -> Message | None:
-        """The answer of one rollout; None where the socket has closed meanwhile."""
-        work = self._folder / f"work-{os.urandom(8).hex()}"
-        self._link_files(work)
+        """The answer of the rollout; None where the socket has closed meanwhile."""
         results, result = os.pipe()
-        pid = os.fork()
+        host, pid = os.getpid(), os.fork()
         if pid == 0:
-            self._become_rollout(task, work, result, (control, wake))
+            self._become_rollout(host, task, result, (control, wake))
         os.close(result)
-        try:
-            status = _wait(pid, control, wake)
-            return None if status is None else self._answer(status, work, _read_now(results))
-        finally:
-            os.close(results)
+        status = _wait(pid, control, wake)
+        return None if status is None else self._answer(status, _read_now(results))
 
-    def _become_rollout(self, task: Task, work: Path, result: int, foreign: Iterable[socket.socket]) -> NoReturn:
+    def _become_rollout(self, host: int, task: Task, result: int, foreign: Iterable[socket.socket]) -> NoReturn:
         """In the copy: play, or become the user's program."""
         code = 1
         try:
@@ -144,10 +136,10 @@ class RolloutHost:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for connection in foreign:
                 connection.close()
-            os.chdir(work)
-            _use_as_home(work)
+            self._become(host)
+            os.chdir(self._work)
             if self._agent is None:
-                _become_command(self._setup["command"], task, work)
+                _become_command(self._setup["command"], task, self._work)
             os.write(result, json.dumps(_played(self._agent, task)).encode())
             code = 0
         except BaseException:  # noqa: BLE001 - the process ends here, and its log has the reason
@@ -158,36 +150,29 @@ class RolloutHost:
                     stream.flush()
             os._exit(code)
 
-    def _answer(self, status: int, work: Path, result: bytes) -> Message:
+    def _answer(self, status: int, result: bytes) -> Message:
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             return {"died": -code}
         if self._agent is None:
             if code:
                 return {"failure": f"{self._setup['command'][0]} ended with exit code {code}", "kind": "agent_failed"}
-            return _written_reward(work / "gspo-reward")
+            return _written_reward(self._work / "gspo-reward")
         with suppress(ValueError):
             if isinstance(answer := json.loads(result), dict):
                 return answer
         return {"failure": f"its process ended with exit code {code} and without a result", "kind": "crash"}
 
-    def _link_files(self, folder: Path) -> None:
-        """Make a folder with a link to each file and folder that the agent may read."""
-        folder.mkdir(mode=0o700)
+    def _make_folder(self) -> None:
+        """Make the rollout's folder, with a link to each file and folder that the agent may read, and go home there."""
+        self._work.mkdir(mode=0o700)
         for path in self._setup["reads"]:
-            (folder / Path(path).name).symlink_to(path)
-
-    def _clean(self) -> bool:
-        """End what the rollout has left behind; whether nothing is left."""
-        if not _end_descendants():
-            return False
-        for path in {path for top in self._emptied for path in top.iterdir()} - self._kept:
-            if path.is_dir() and not path.is_symlink():
-                path.chmod(0o700)  # user code may have closed it to its owner
-                self._remove(path)
-            else:
-                path.unlink()
-        return {path for top in self._emptied for path in top.iterdir()} == self._kept
+            (self._work / Path(path).name).symlink_to(path)
+        # A temporary folder of its own: a program may make one there of the name that a link to a file has.
+        temporary = self._work / ".tmp"
+        temporary.mkdir()
+        os.environ.update(HOME=str(self._work), TMPDIR=str(temporary))
+        tempfile.tempdir = None  # forget the folder of the first use
 
 
 def _played(agent: Agent, task: Task) -> Message:
@@ -250,19 +235,21 @@ def _written_reward(file: Path) -> Message:
 
 
 def _wait(pid: int, control: socket.socket, wake: socket.socket) -> int | None:
-    """The status with which a child ended; None where the socket has closed first."""
+    """The status with which a child ended; None where the socket has closed first. Orphans are children too."""
     while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended == pid:
             return status
+        if ended:
+            continue
         ready, _, _ = select.select([control, wake], [], [])
         if control in ready:  # nothing is sent before the answer: it has closed
             return None
         wake.recv(4096)
 
 
-def _end_descendants() -> bool:
-    """Kill every process below this one; whether none is left. Orphans are children of this one."""
+def _end_descendants() -> None:
+    """Kill every process below this one. Orphans are children of this one."""
     deadline = time.monotonic() + _END_S
     while time.monotonic() < deadline:
         for pid in _descendants(os.getpid()):
@@ -272,9 +259,8 @@ def _end_descendants() -> bool:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            return True
+            return
         time.sleep(_ROUND_S)
-    return False
 
 
 def _descendants(root: int) -> list[int]:
@@ -290,14 +276,6 @@ def _descendants(root: int) -> list[int]:
         queue += children.get(queue[0], [])
         below += children.get(queue.pop(0), [])
     return below
-
-
-def _use_as_home(folder: Path) -> None:
-    # A temporary folder of its own: a program may make one there of the name that a link to a file has.
-    temporary = folder / ".tmp"
-    temporary.mkdir()
-    os.environ.update(HOME=str(folder), TMPDIR=str(temporary))
-    tempfile.tempdir = None  # forget the folder of the first use
 
 
 def _read_now(descriptor: int) -> bytes:

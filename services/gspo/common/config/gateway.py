@@ -81,7 +81,9 @@ class AgentConfig(Section):
         (), description="Addresses that the sandboxed agent may reach beside the gateway, such as example.org:443"
     )
     workers: PositiveInt = Field(
-        8, description="Sandboxes of the agent, each of which plays one rollout at a time", json_schema_extra=ON_RESUME
+        8,
+        description="Rollouts that the agent plays at a time, each in a sandbox of its own",
+        json_schema_extra=ON_RESUME,
     )
     memory_mb: PositiveInt = Field(
         2048,

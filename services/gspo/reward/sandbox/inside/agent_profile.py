@@ -43,6 +43,16 @@ def confine_agent(setup: dict[str, Any]) -> None:
         confine.load_filter(bytes.fromhex(setup["filter"]))
 
 
+def become_rollout(parent: int) -> None:
+    """Open a rollout's process, a copy of its host, to its own programs, and let it end with its host.
+
+    Args:
+        parent: The host's id.
+    """
+    confine.show()
+    confine.die_with_parent(parent)
+
+
 def become_command(setup_json: str) -> NoReturn:
     """Give up the same, and run a program in place of this process, in a folder with links to its files.
 
