@@ -1,7 +1,8 @@
-"""Makes the secrets that the containers share, where they are missing: `python make_secrets.py FOLDER`.
+"""Makes the secrets that the containers share, if they are missing: `python make_secrets.py FOLDER [GRAFANA_FOLDER]`.
 
 Not part of the package: it runs once, before Redis. A file that is there stays as it is, so a folder of your own may
-hold all of them or some. Standard library only.
+hold all of them or some. Grafana, whose image is not ours, gets a folder with its password alone. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 # The services run as one user, Redis, Prometheus and Grafana each as another.
 OWN, EVERYONE = 0o400, 0o444
 EXIT_BAD_INPUT = 2
+OF_GRAFANA = "grafana_password"
 
 
 def make(folder: Path) -> list[str]:
@@ -24,7 +26,7 @@ def make(folder: Path) -> list[str]:
         "redis_password": (password, OWN),
         # Redis takes a password from its configuration alone, not from a file that holds nothing else.
         "redis.conf": (f"requirepass {password}\n", EVERYONE),
-        "grafana_password": (secrets.token_urlsafe(16), EVERYONE),
+        OF_GRAFANA: (secrets.token_urlsafe(16), EVERYONE),
     }
     for name, (content, mode) in contents.items():
         path = folder / name
@@ -37,6 +39,14 @@ def make(folder: Path) -> list[str]:
     return made
 
 
+def hand_out(folder: Path, to: Path) -> None:
+    """Copy Grafana's password to a folder of its own. OSError: one of the folders cannot be read or written."""
+    path = to / OF_GRAFANA
+    path.unlink(missing_ok=True)
+    path.write_text((folder / OF_GRAFANA).read_text(encoding="utf-8"), encoding="utf-8")
+    path.chmod(EVERYONE)
+
+
 def _password(path: Path) -> str:
     return path.read_text(encoding="utf-8").strip() if path.exists() else secrets.token_urlsafe(32)
 
@@ -46,6 +56,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     try:
         made = make(folder)
+        for grafana in sys.argv[2:]:
+            hand_out(folder, Path(grafana))
     except OSError as error:
         sys.stderr.write(
             f"error: secrets: {error.filename} cannot be read or written ({error.strerror}). Let user 1000 write "

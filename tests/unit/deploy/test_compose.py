@@ -141,6 +141,8 @@ def test_secrets_come_as_files() -> None:
     grafana = CONTAINERS["grafana"]["environment"]
     assert grafana["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/secrets/grafana_password"
     assert "GF_SECURITY_ADMIN_PASSWORD" not in grafana
+    # Not the volume that has the token and the password of Redis.
+    assert [it for it in CONTAINERS["grafana"]["volumes"] if "secret" in it] == ["grafana-secret:/secrets:ro"]
 
 
 def test_healthy_means_ready() -> None:

@@ -157,6 +157,17 @@ def test_secrets_are_made_once_and_belong_to_their_owner(tmp_path: Path) -> None
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o400
 
 
+def test_grafana_gets_its_password_alone(tmp_path: Path) -> None:
+    folders = [tmp_path / "secrets", tmp_path / "grafana"]
+    for folder in folders:
+        folder.mkdir()
+    command = [sys.executable, ROOT / "deploy/docker/make_secrets.py", *folders]
+    for _ in range(2):
+        subprocess.run(command, check=True, timeout=60)
+    assert [path.name for path in folders[1].iterdir()] == ["grafana_password"]
+    assert (folders[1] / "grafana_password").read_text() == (folders[0] / "grafana_password").read_text()
+
+
 def test_secrets_of_ones_own_stay(tmp_path: Path) -> None:
     (tmp_path / "redis_password").write_text("chosen-by-me\n")
     load("make_secrets").make(tmp_path)

@@ -106,6 +106,8 @@ def redis_program(config: Config, run_dir: Path, port: int) -> Program:
     """The Redis of this run, with its data in the run directory, on the interfaces of the services."""
     folder = run_dir / REDIS
     folder.mkdir(parents=True, exist_ok=True)
+    # Its file has prompts, rollouts and the keys of agents, and Redis writes it for everybody to read.
+    folder.chmod(0o700)
     host, password = config.services.host, redis_password(config)
     hosts = (LOOPBACK,) if is_loopback(host) else (host,) if host in EVERY_INTERFACE else (LOOPBACK, host)
     secrets = write_password(folder, password) if password else None

@@ -153,6 +153,13 @@ class ServicesConfig(Section):
         description="Host names that HTTP requests may use, such as *.example.org; localhost, this machine's name "
         "and IP addresses always work",
     )
+    http_connections: int = Field(
+        512,
+        ge=4,
+        le=60_000,
+        description="Connections of each HTTP server at a time. One address may have half of them: raise it for more "
+        "agents behind a proxy",
+    )
     token_file: FilePath | None = Field(None, description="File with the token that services show each other")
     lease_s: PositiveFloat = Field(30.0, description="A service silent for so long loses its work to another")
     otlp_endpoint: str | None = Field(

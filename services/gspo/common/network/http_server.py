@@ -23,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gspo.common.config.schema import ServicesConfig, TlsConfig
 from gspo.common.errors import InputError
+from gspo.common.network.accepting import Acceptor, ConnectionCounts
 from gspo.common.network.auth_log import note_refusal
 from gspo.common.network.credentials import reachable_host
 from gspo.common.plain_json import TOO_MANY_MEMBERS, has_many_members
@@ -40,10 +41,11 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 _CHANGING = ("POST", "PUT", "PATCH")
 # All headers of a request together; a connection that sends more is answered with 400 and closed.
 MAX_HEADER_BYTES = 64 * 2**10
+MAX_URL_BYTES = 16 * 2**10
 # From the first byte of a request to the last of its body; and for a caller to go on reading an answer.
 REQUEST_TIMEOUT_S = 30.0
-# One address may not take all connections: Prometheus and kubelet come from others.
-MAX_CONNECTIONS, MAX_CONNECTIONS_OF_ONE = 512, 256
+# Of a server that has no configuration.
+MAX_CONNECTIONS = 512
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class HttpGuard:
         await reply(send, refusal.status, {"detail": refusal.detail, "problems": []})
 
     def _refusal(self, scope: Scope) -> _Refusal | None:
+        if (num_bytes := len(scope.get("raw_path") or b"") + len(scope["query_string"])) > MAX_URL_BYTES:
+            return _Refusal(414, "url", f"the path and query have {num_bytes} bytes, and at most {MAX_URL_BYTES}")
         host = header(scope, b"host")
         if host and not self._is_ours(host):
             detail = f"this service is not called {host[:100]!r}. Call it by an IP address, or add that name to "
@@ -230,19 +234,19 @@ class HttpServer:
         )
         if tls.cert is not None:
             settings.ssl_certfile, settings.ssl_keyfile = tls.cert, tls.key
-        self._server = _QuietServer(settings)
+        counts = ConnectionCounts(services.http_connections if services else MAX_CONNECTIONS)
+        self._server = _QuietServer(settings, self._socket, counts)
 
     async def run(self) -> None:
         """Serve until cancelled; the address is free then."""
         try:
-            await self._server.serve(sockets=[self._socket])
+            await self._server.serve(sockets=[])
         finally:
             self.close()
 
     def close(self) -> None:
-        """Free the address; uvicorn leaves that to the event loop where it is cancelled."""
-        for server in getattr(self._server, "servers", ()):
-            server.close()
+        """Free the address."""
+        self._server.stop_accepting()
         self._socket.close()
 
 
@@ -252,43 +256,71 @@ def _bound(host: str, port: int) -> socket.socket:
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(host)
             listener.listen(128)
-            return listener
-        return socket.create_server((host, port), backlog=128)
+        else:
+            listener = socket.create_server((host, port), backlog=128)
     except OSError as error:
         raise InputError(
             "--http-port",
             f"{port} cannot be bound on {host} ({error.strerror})",
             "End what listens there, or give another port; 0 picks a free one",
         ) from error
+    listener.setblocking(False)
+    return listener
 
 
 class _QuietServer(uvicorn.Server):
+    """uvicorn's server, which leaves signals to service/app.py and the accepting to accepting.py."""
+
+    def __init__(self, settings: uvicorn.Config, listening: socket.socket, counts: ConnectionCounts) -> None:
+        super().__init__(settings)
+        self._listening, self._counts = listening, counts
+        self._accepting: asyncio.Task[None] | None = None
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to service/app.py."""
+        """Leave them."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections from now on."""
+        await super().startup(sockets)
+        acceptor = Acceptor(self._listening, self._counts, self._connection, self.config.ssl)
+        self._accepting = asyncio.create_task(acceptor.run())
+
+    def _connection(self, on_lost: Callable[[], None]) -> asyncio.Protocol:
+        made: HttpConnection = self.config.http_protocol_class(  # type: ignore[assignment, call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        made.on_lost = on_lost
+        return made
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and end the open connections."""
+        self.stop_accepting()
+        await super().shutdown(sockets)
+
+    def stop_accepting(self) -> None:
+        """Accept no more."""
+        if self._accepting is not None:
+            self._accepting.cancel()
 
 
 class HttpConnection(H11Protocol):
-    """One connection with a deadline for its caller, and a bound on their number.
+    """One connection with a deadline for its caller.
 
     uvicorn alone would wait for a caller for ever. By h11: uvicorn's other protocol, httptools, keeps headers without
     end.
     """
 
     timeout_s = REQUEST_TIMEOUT_S
+    on_lost: Callable[[], None] | None = None
     _request: asyncio.TimerHandle | None = None
     _answer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept it, unless there are too many."""
+        """Count the time of its first request."""
         super().connection_made(transport)
-        num_of_one = sum(_address(self) == _address(other) for other in self.connections)
-        if len(self.connections) > MAX_CONNECTIONS or num_of_one > MAX_CONNECTIONS_OF_ONE:
-            num = len(self.connections)
-            self._end("connections", f"there are {num} connections, {num_of_one} of them from this address")
-        else:
-            self._watch_request()
+        self._watch_request()
 
     def handle_events(self) -> None:
         """Read the bytes that have arrived, and see whether the request is whole."""
@@ -324,6 +356,8 @@ class HttpConnection(H11Protocol):
         """Cancel the deadlines."""
         _cancel(self._request)
         _cancel(self._answer)
+        if self.on_lost is not None:
+            self.on_lost()
         super().connection_lost(exc)
 
     def _later(self, what: str) -> asyncio.TimerHandle:

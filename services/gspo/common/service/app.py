@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 import structlog
 
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_START_AGAIN, InputError, StartAgainError
+from gspo.common.network.accepting import raise_descriptor_limit
 from gspo.common.network.credentials import redis_refusal
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.network.http_server import ASGIApp, HttpServer
@@ -181,6 +182,7 @@ def run_process(options: Options, main: Callable[[Service], Coroutine[Any, Any, 
 
     SIGTERM or SIGINT asks it to drain; a second one ends it at once.
     """
+    raise_descriptor_limit()
     try:
         sys.exit(asyncio.run(_exit_code(options, main)))
     except InputError as error:

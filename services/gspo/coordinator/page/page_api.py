@@ -66,6 +66,9 @@ class PagePassage:
         except TimeoutError:
             await stack.aclose()
             return PlainTextResponse("too many questions to the page at a time; load it again", 503)
+        except httpx.InvalidURL as error:
+            await stack.aclose()
+            return PlainTextResponse(f"the address is none: {error}", 400)
         except (PageUnavailableError, httpx.HTTPError) as error:
             await stack.aclose()
             log.warning("page_does_not_answer", reason=str(error) or type(error).__name__)

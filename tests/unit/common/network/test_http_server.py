@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from gspo.common.config.schema import ServicesConfig
 from gspo.common.network import http_server
+from gspo.common.network.accepting import RESERVED_DESCRIPTORS, ConnectionCounts, raise_descriptor_limit
 from gspo.common.network.http_server import ASGIApp, BoundedBodies, HttpServer, Receive, Scope, Send, reply
 
 TIMEOUT_S = 0.5
@@ -170,7 +173,7 @@ async def test_a_body_that_is_too_large_is_refused_unread(port: int) -> None:
 
 async def test_an_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     given_up = asyncio.Event()
-    monkeypatch.setattr(http_server, "note_refusal", lambda *_, **__: given_up.set())
+    monkeypatch.setattr("gspo.common.network.http_server.note_refusal", lambda *_, **__: given_up.set())
 
     async def tells_much(_scope: Scope, _receive: Receive, send: Send) -> None:
         await reply(send, 200, {"text": "x" * 2**25})
@@ -236,16 +239,81 @@ async def test_many_bodies_at_a_time_are_not_all_kept(monkeypatch: pytest.Monkey
     assert statuses == [503, 200, 200]
 
 
-async def test_one_address_does_not_take_every_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS_OF_ONE", 5)
-    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
-    assert await ask(port) == 0
-    for _, writer in held:
+async def test_a_long_url_is_414(port: int) -> None:
+    for length, status in ((http_server.MAX_URL_BYTES - 3, 200), (70_000, 414)):
+        request = f"GET /v1?{'a' * length} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        assert (await send_raw(port, request.encode()))[0] == status
+
+
+# Connects as fast as it can, and keeps what it gets open. argv: port, attempts.
+STORM = """
+import socket, sys
+kept = []
+for _ in range(int(sys.argv[2])):
+    connection = socket.socket()
+    connection.setblocking(False)
+    connection.connect_ex(("127.0.0.1", int(sys.argv[1])))
+    kept = [*kept[-900:], connection]
+"""
+
+
+async def test_a_storm_from_one_address_takes_half_of_the_connections_and_nobody_elses_time() -> None:
+    """10,000 attempts beside a caller from another address, who is answered each time."""
+    most = 40
+    server = HttpServer(Echo(), "127.0.0.1", 0, ServicesConfig(http_connections=most))
+    port = int(server.address.rpartition(":")[2])
+    task = asyncio.create_task(server.run())
+    base, largest, num_answers = num_descriptors(), 0, 0
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", STORM, str(port), "10000")
+    while process.returncode is None:
+        async with asyncio.timeout(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+        num_answers += 1
+        largest = max(largest, num_descriptors() - base)
+    assert num_answers > 3
+    # Half of the connections, the caller's at both ends, and the pipes of the storm's process.
+    assert most // 2 - 3 < largest < most // 2 + 8
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def num_descriptors() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+async def test_a_connection_that_has_ended_makes_room_for_another() -> None:
+    server = HttpServer(Echo(), "127.0.0.1", 0, ServicesConfig(http_connections=10))
+    port = int(server.address.rpartition(":")[2])
+    task = asyncio.create_task(server.run())
+    others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+    with pytest.raises(ConnectionResetError):
+        assert await ask(port, host="localhost")
+    for _, writer in others:
         writer.close()
-        await writer.wait_closed()
     async with asyncio.timeout(5):
-        while await ask(port) != 200:
+        while await status_or_none(port) != 200:
             await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def status_or_none(port: int) -> int | None:
+    try:
+        return await ask(port, host="localhost")
+    except ConnectionResetError:
+        return None
+
+
+def test_a_process_with_few_descriptors_has_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (300, 1024))
+    assert (ConnectionCounts(512).most, ConnectionCounts(20).most) == (300 - RESERVED_DESCRIPTORS, 20)
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, limits: raised.append(limits))
+    raise_descriptor_limit()
+    assert raised == [(1024, 1024)]
 
 
 @pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])
