@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 # Each member of a list or object is read in the event loop. The bound is on bytes that are counted before anything is
@@ -34,6 +35,19 @@ def plain_json(text: str) -> Any:
     if has_many_members(text.encode(errors="replace")):
         raise ValueError(f"it has {TOO_MANY_MEMBERS}")
     return json.loads(json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False).encode(errors="replace"))
+
+
+def read_json_file(path: Path) -> Any:
+    """The value of a file of a user or of a model.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def is_observation(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from gspo.common.config.bounded_yaml import load_yaml
 from gspo.common.config.loading import key_value, parse_config
 from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
@@ -165,8 +166,8 @@ def _lay_over(keys: dict[str, Any], setting: str) -> str:
     if reason := _reason_without_effect(name, keys):
         raise InputError(f"{OPTION} {name}", f"cannot change a replay: it {reason}", "Leave it out")
     try:
-        value = _number_or(yaml.safe_load(text))
-    except yaml.YAMLError as error:
+        value = _number_or(load_yaml(text))
+    except (yaml.YAMLError, ValueError) as error:
         raise InputError(
             f"{OPTION} {name}", f"{text} is not YAML", "Quote it for the shell, as 'KEY=[a, b]'"
         ) from error

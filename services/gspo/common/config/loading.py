@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from gspo.common.config.bounded_yaml import load_yaml
 from gspo.common.config.fields import PATTERNS
 from gspo.common.config.reference import Key, explain, meaning, names_at, section_at
 from gspo.common.config.schema import Config
@@ -20,18 +21,6 @@ from gspo.common.errors import ConfigError, InputError, in_yaml, nearest
 
 # A run directory's configuration.
 CONFIG_NAME = "config.yaml"
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without tags and without repeated keys, which YAML forbids and PyYAML accepts."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' is there twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def read_config(path: Path) -> Config:
@@ -60,9 +49,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
             "Give the path of a YAML file; `gspo init DIR` writes one",
         ) from error
     try:
-        content = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
+        content = load_yaml(text)
     except yaml.YAMLError as error:
         raise _not_yaml(path, error) from error
+    except ValueError as error:
+        raise InputError(str(path), f"has a number or a date that cannot be read ({error})", "Correct it") from error
     if not isinstance(content, dict):
         raise InputError(str(path), "is not a mapping of keys", "Start from the file that `gspo init DIR` writes")
     return content

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,11 +17,14 @@ from typing import Any
 
 from gspo.common.config.schema import ModelConfig
 from gspo.common.errors import InputError
+from gspo.common.plain_json import read_json_file
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _PICKLES = ["*.bin"]
 # Mistral's models come a second time in a form of their own.
 _SECOND_COPIES = ["consolidated*"]
+# Files that the tokenizer and transformers read: a fault of theirs names the file here, before anything starts.
+_READ_BY_OTHERS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _FIX = "Give a folder that transformers' save_pretrained wrote"
 # Size of a parameter in a pickled file, whose header is not read: the smallest that is usual, so that the
 # estimate of memory is never too low.
@@ -52,6 +54,9 @@ def model_folder(model: ModelConfig) -> Path:
                 f"{folder} has no config.json",
                 "Give a folder that `save_pretrained` wrote, with its tokenizer",
             )
+        for name in _READ_BY_OTHERS:
+            if (folder / name).exists():
+                _read_json(folder / name)
         if not isinstance(_read_json(folder / "config.json").get("model_type"), str):
             rule = f"{folder / 'config.json'} does not say what model it is (model_type)"
             raise InputError("model.path", rule, "Copy it again from the model's source")
@@ -64,7 +69,7 @@ def model_folder(model: ModelConfig) -> Path:
 def read_model_config(folder: Path) -> dict[str, Any]:
     """The mapping in a model's config.json; an empty one where it cannot be read."""
     try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = read_json_file(folder / "config.json")
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -248,7 +253,7 @@ def _highest_token(folder: Path) -> int | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_file(path)
     except FileNotFoundError as error:
         raise InputError("model.path", f"{path} is missing", _FIX) from error
     except (OSError, ValueError) as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspo.common.config.engines import LearnerConfig
+from gspo.common.plain_json import read_json_file
 
 # MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine.py, which no key changes.
 _UNSPREAD = 5 * 10**8
@@ -49,7 +49,7 @@ def _zero_section(learner: LearnerConfig) -> Mapping[str, Any]:
     section: Any = learner.deepspeed
     if isinstance(section, Path):
         try:
-            section = json.loads(section.read_text(encoding="utf-8"))
+            section = read_json_file(section)
         except (OSError, ValueError):
             return {}
     zero = section.get("zero_optimization") if isinstance(section, Mapping) else None

@@ -25,13 +25,13 @@ with the names of ASSUMED; those of the plan's card replace the assumed ranges. 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspo.common.errors import InputError
+from gspo.common.plain_json import read_json_file
 
 _GB, _TERA = 1e9, 1e12
 
@@ -201,7 +201,7 @@ def _records(results: Path | None) -> list[dict[str, Any]]:
         return []
     fix = "Give a file that `make gpu-test` wrote"
     try:
-        records = json.loads(results.read_text(encoding="utf-8"))
+        records = read_json_file(results)
     except (OSError, ValueError) as error:
         raise InputError(_FILE, f"{results} cannot be read ({error})", fix) from error
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):

@@ -15,6 +15,7 @@ from typing import Any
 
 from gspo.common.errors import InputError
 from gspo.common.model.files import weight_files
+from gspo.common.plain_json import read_json_file
 
 _HEAD = "lm_head.weight"
 # The names of the input embedding in the architectures.
@@ -65,7 +66,7 @@ def tied_heads(folder: Path, *, trust_remote_code: bool = False) -> frozenset[st
 
 def _is_tied(folder: Path, trust_remote_code: bool) -> bool:
     """Whether config.json ties the output layer; where it does not say, the architecture's default holds."""
-    config: Mapping[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config: Mapping[str, Any] = read_json_file(folder / "config.json")
     inner = config.get("text_config")
     for facts in (config, inner if isinstance(inner, dict) else {}):
         if "tie_word_embeddings" in facts:

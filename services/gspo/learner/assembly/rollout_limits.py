@@ -6,7 +6,6 @@ rules of every entry, and rows.py those of a rollout's arrays.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from gspo.common.config.schema import Config
 from gspo.common.model.files import model_folder
+from gspo.common.plain_json import read_json_file
 from gspo_proto.rollout_pb2 import Rollout, ScoredRollout
 
 # A probability is at most 1; engines that round reach a little beyond.
@@ -129,7 +129,7 @@ def _number_problem(scored: ScoredRollout) -> str:
 def rollout_limits(config: Config) -> RolloutLimits:
     """The limits of a run, from its configuration and its model's files."""
     algorithm = config.algorithm
-    facts = json.loads((model_folder(config.model) / "config.json").read_text(encoding="utf-8"))
+    facts = read_json_file(model_folder(config.model) / "config.json")
     vocabulary = facts.get("text_config", facts).get("vocab_size")
     return RolloutLimits(
         num_rollouts=algorithm.num_return_sequences_in_group,

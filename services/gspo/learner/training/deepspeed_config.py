@@ -7,7 +7,6 @@ DeepSpeed, so that a configuration can be checked in milliseconds.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from gspo.common.config.engines import LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
+from gspo.common.plain_json import read_json_file
 
 # DeepSpeed's key -> our own key in its place. A value that agrees with ours is accepted.
 _OWN_KEYS = {
@@ -158,7 +158,7 @@ def _user_section(learner: LearnerConfig) -> Mapping[str, Any]:
         return learner.deepspeed
     path = learner.deepspeed
     try:
-        section = json.loads(path.read_text(encoding="utf-8"))
+        section = read_json_file(path)
     except (OSError, ValueError) as error:
         raise InputError(
             "learner.deepspeed", f"{path} cannot be read as JSON ({error})", "Correct the file or its path"
