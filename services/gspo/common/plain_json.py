@@ -42,7 +42,7 @@ def read_json_file(path: Path) -> Any:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is no JSON, or nested too deeply.
+        ValueError: It is invalid, or nested too deeply.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

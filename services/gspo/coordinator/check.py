@@ -10,7 +10,9 @@ import asyncio
 from gspo.common.config.schema import Config
 from gspo.common.errors import warn
 from gspo.common.host.machine import free_memory
+from gspo.common.model.files import model_folder
 from gspo.common.model.memory_needs import check_answers_fit, check_fits, coordinator_bytes
+from gspo.common.model.template_trial import check_chat_template
 from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
 
@@ -28,6 +30,7 @@ def check(config: Config) -> None:
         from gspo.mcp_servers.tool_listing import with_listed_tools  # here: the package mcp takes a second to import
 
         config = asyncio.run(with_listed_tools(config))
+    check_chat_template(model_folder(config.model))
     tokenizer = load_tokenizer(config.model)
     training = training_prompts(config, tokenizer)
     for prompts in training:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest
 from gspo.common.model.files import model_folder
+from gspo.common.model.template_trial import check_chat_template
 
 
 def check(config: Config) -> None:
@@ -16,6 +17,7 @@ def check(config: Config) -> None:
     from transformers import AutoTokenizer  # here: without a gateway nothing is checked
 
     folder = model_folder(config.model)
+    check_chat_template(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     if not tokenizer.chat_template:
         raise InputError(

@@ -150,6 +150,13 @@ def mixture(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "mixture", num_experts=4, tie_word_embeddings=False)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_files_of_a_model_that_nest_without_end_are_named(folder: Path, name: str) -> None:
+    """Other checks read them too, through transformers."""
+    (folder / name).write_text("[" * 100_000)
+    assert f"{name} cannot be read (it is nested too deeply)" in refused(folder).rule
+
+
 def test_layers_are_compiled_of_dense_models_where_a_compiler_is(
     folder: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from gspo.common.config.bounded_yaml import load_yaml
+from gspo.common.bounded_yaml import load_yaml
 from gspo.common.config.loading import key_value, parse_config
 from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config

@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from gspo.common.config.bounded_yaml import load_yaml
+from gspo.common.bounded_yaml import load_yaml
 from gspo.common.config.fields import PATTERNS
 from gspo.common.config.reference import Key, explain, meaning, names_at, section_at
 from gspo.common.config.schema import Config

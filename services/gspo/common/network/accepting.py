@@ -101,7 +101,7 @@ class Acceptor:
                     note_refusal("http", "connections", caller=f"{host}:", target="", detail=reason)
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                     connection.close()
-                    await asyncio.sleep(0)  # others of this loop have their turn
+                    await asyncio.sleep(0)  # the other tasks of this loop go on
                     continue
                 task = loop.create_task(self._connect(connection, host))
                 self._connecting.add(task)

@@ -288,11 +288,11 @@ class _QuietServer(uvicorn.Server):
         self._accepting = asyncio.create_task(acceptor.run())
 
     def _connection(self, on_lost: Callable[[], None]) -> asyncio.Protocol:
-        made: HttpConnection = self.config.http_protocol_class(  # type: ignore[assignment, call-arg]
+        connection: HttpConnection = self.config.http_protocol_class(  # type: ignore[assignment, call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        made.on_lost = on_lost
-        return made
+        connection.on_lost = on_lost
+        return connection
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more, and end the open connections."""

@@ -284,7 +284,7 @@ def num_descriptors() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-async def test_a_connection_that_has_ended_makes_room_for_another() -> None:
+async def test_the_end_of_a_connection_lets_another_in() -> None:
     server = HttpServer(Echo(), "127.0.0.1", 0, ServicesConfig(http_connections=10))
     port = int(server.address.rpartition(":")[2])
     task = asyncio.create_task(server.run())

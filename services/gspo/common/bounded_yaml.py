@@ -1,4 +1,4 @@
-"""YAML of a user's file: no tags, no repeated keys, and bounds on depth, on values, and on what aliases repeat."""
+"""YAML of a user: no tags, no repeated keys, and bounds on depth and on values, with those that aliases repeat."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_yaml(text: str) -> Any:
     """The value of a text.
 
     Raises:
-        yaml.YAMLError: It is no YAML, or beyond the bounds.
+        yaml.YAMLError: It is invalid, or beyond the bounds.
         ValueError: A number or a date in it cannot be read.
     """
     if len(text) > _MOST_BYTES:
@@ -66,5 +66,5 @@ def _check_bounds(text: str) -> None:
             raise _error(f"more than {_MOST_VALUES:,} values, with those that aliases repeat", event.start_mark)
 
 
-def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, mark)
+def _error(problem: str, place: Any) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, place)

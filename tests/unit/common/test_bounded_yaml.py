@@ -8,7 +8,7 @@ from textwrap import indent
 
 import pytest
 
-from gspo.common.config.bounded_yaml import load_yaml
+from gspo.common.bounded_yaml import load_yaml
 from gspo.common.config.loading import read_mapping
 from gspo.common.errors import InputError
 
