@@ -106,7 +106,15 @@ def plan_keys(config: Config) -> dict[str, Any]:
     learner, generation, algorithm = config.learner, config.generation, config.algorithm
     lora = {"lora": {"rank": learner.lora.rank}} if learner.lora.rank else {}
     sizes = ("rollout_batch_size", "num_return_sequences_in_group", "prompt_length", "response_length")
-    chosen = ("dtype", "gradient_checkpointing", "micro_batch_tokens", "zero_stage", "offload", "ranks")
+    chosen = (
+        "dtype",
+        "gradient_checkpointing",
+        "torch_compile",
+        "micro_batch_tokens",
+        "zero_stage",
+        "offload",
+        "ranks",
+    )
     return {
         "name": config.name,
         "model": {"path": config.model.path, "trust_remote_code": config.model.trust_remote_code},
