@@ -65,6 +65,7 @@ def test_gpus_fill_in_what_the_user_leaves_out(
         "generation.replicas",
         "learner.micro_batch_tokens",
         "learner.gradient_checkpointing",
+        "learner.torch_compile",
         "learner.zero_stage",
         "learner.offload",
         "learner.ranks",
@@ -88,7 +89,7 @@ def test_a_run_stands_resolved_and_keeps_its_values_on_another_device(
     assert start.from_device == (
         f"from the device (2 x {PRODUCT}): generation.dtype: bfloat16, generation.replicas: 1, "
         "learner.dtype: bfloat16, learner.micro_batch_tokens: 6144, learner.gradient_checkpointing: true, "
-        "learner.zero_stage: 0, learner.offload: none, learner.ranks: 1"
+        "learner.torch_compile: false, learner.zero_stage: 0, learner.offload: none, learner.ranks: 1"
     )
     assert values_of(read_config(start.run_dir / "config.yaml")) == ON_GPUS
     for target in (start.run_dir, tmp_path / "config.yaml"):
