@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 
 import structlog
 
@@ -19,9 +17,8 @@ from gspo.agents.worker import AgentFailedError, RolloutLostError
 from gspo.common.config.gateway import AgentConfig
 from gspo.common.telemetry import metrics
 from gspo.reward.sandbox.launch import ConfinementLevel
+from gspo.reward.sandbox.memory_watch import MemoryWatch
 
-_MIB = 2**20
-_MEASURE_EVERY_S = 0.2
 # A sandbox that has just failed to start may fail again: the rollout goes back, and costs an attempt.
 _PAUSE_S = 1.0
 # Of the service itself; and of a sandbox: its sockets and pipes.
@@ -48,7 +45,8 @@ class AgentPool:
         num_cores = os.cpu_count() or 1
         num_sandboxes = config.workers + min(config.workers, num_cores)
         max_connections = _connections_each(num_sandboxes)
-        self.sandboxes = [AgentSandbox(config, level, gateway, max_connections) for _ in range(num_sandboxes)]
+        watch = MemoryWatch()
+        self.sandboxes = [AgentSandbox(config, level, gateway, watch, max_connections) for _ in range(num_sandboxes)]
         self.num_playing = 0
         self._starts = asyncio.Semaphore(num_cores)
         self._renewals: set[asyncio.Task[None]] = set()
@@ -105,56 +103,9 @@ class AgentPool:
             raise AgentFailedError("invalid_return", "gave no reward, and agent.weight adds one to the score")
         return reward
 
-    async def watch_memory(self) -> None:
-        """End each sandbox whose processes have more memory than they may, until cancelled."""
-        while True:
-            await asyncio.sleep(_MEASURE_EVERY_S)
-            by_pid = {sandbox.pid: sandbox for sandbox in self.sandboxes if sandbox.pid is not None}
-            try:
-                measured = await asyncio.to_thread(memory_below, by_pid.keys())
-            except OSError as error:  # this process has no descriptor free for the moment
-                log.warning("agents_not_measured", reason=str(error))
-                continue
-            for pid, num_bytes in measured.items():
-                if num_bytes > self._config.memory_mb * _MIB and by_pid[pid].pid == pid:
-                    log.warning("agent_over_memory", memory_mb=num_bytes // _MIB, limit_mb=self._config.memory_mb)
-                    by_pid[pid].end_for_memory()
-
 
 def _connections_each(num_sandboxes: int) -> int:
     """Connections of one sandbox, such that all sandboxes together leave the process descriptors for its own work."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     free = limit - _OWN_DESCRIPTORS - _DESCRIPTORS_OF_A_SANDBOX * num_sandboxes
     return max(1, min(_MAX_CONNECTIONS, free // (2 * num_sandboxes)))  # each has two ends
-
-
-def memory_below(roots: Collection[int]) -> dict[int, int]:
-    """Bytes of memory that the processes below some have written or share, each page once a process.
-
-    Pages of files are not counted. A process that ends meanwhile counts as nothing.
-    """
-    if not roots:
-        return {}
-    parents: dict[int, int] = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - names alone
-        if name.isdecimal():
-            with suppress(OSError, ValueError, IndexError):
-                parents[int(name)] = int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[1])
-    totals = dict.fromkeys(roots, 0)
-    for pid in parents:
-        place = pid
-        while place and place not in totals:
-            place = parents.get(place, 0)
-        if place:
-            totals[place] += _memory_of(pid)
-    return totals
-
-
-def _memory_of(pid: int) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
-            if line.startswith(b"RssAnon:"):
-                anonymous = int(line.split()[1])
-            elif line.startswith(b"RssShmem:"):
-                return (anonymous + int(line.split()[1])) * 1024
-    return 0

@@ -55,12 +55,15 @@ from gspo.reward.sandbox.bubblewrap import (
 )
 from gspo.reward.sandbox.inside import scratch
 from gspo.reward.sandbox.launch import ConfinementLevel
+from gspo.reward.sandbox.memory_watch import MemoryWatch
 
 # The agent's own imports, on a busy machine.
 LOAD_TIMEOUT_S = 120.0
 _END_S, _GRACE_S, _LOOK_EVERY_S = 5.0, 1.0, 0.005
 # Files in memory: of a rollout, and of /dev/shm.
 FOLDER_BYTES, SHARED_BYTES = 256 * 2**20, 64 * 2**20
+# As many as fit if none is empty: of each, the kernel has a kilobyte beside the size.
+FOLDER_FILES, SHARED_FILES = 65536, 4096
 _NUM_TASKS = 1024
 _MAX_OUTPUT_BYTES, _MAX_LINE = 65536, 4096
 _MAX_ANSWER_BYTES = 2**20
@@ -89,20 +92,23 @@ class AgentSandbox:
     Args:
         level: bubblewrap or rlimits.
         gateway: Opens a connection to a gateway.
+        watch: Ends it if it has too much memory.
         max_connections: Through its relays at a time; further ones wait.
     """
 
-    def __init__(self, config: AgentConfig, level: ConfinementLevel, gateway: Dial, max_connections: int) -> None:
+    def __init__(
+        self, config: AgentConfig, level: ConfinementLevel, gateway: Dial, watch: MemoryWatch, max_connections: int
+    ) -> None:
         self._config, self._filter, self._gateway = config, level.filter, gateway
         self._wrapped = level.name == "bubblewrap"
-        self._max_connections, self._url = max_connections, ""
+        self._watch, self._max_connections, self._url = watch, max_connections, ""
         self._process: asyncio.subprocess.Process | None = None
         self._folder: Path | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._relays: list[Relay] = []
         self._printing: asyncio.Task[None] | None = None
         self._rollout, self._num_printed, self._last_line = "", 0, ""
-        self.is_over_memory = False
+        self._excess = ""
 
     @property
     def pid(self) -> int | None:
@@ -119,7 +125,7 @@ class AgentSandbox:
         if self.pid is not None and self._streams:
             return
         await self.close()
-        self._rollout, self._num_printed, self.is_over_memory = "", 0, False
+        self._rollout, self._num_printed, self._excess = "", 0, ""
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 await self._launch()
@@ -145,24 +151,27 @@ class AgentSandbox:
         """
         await self.start()
         self._rollout, self._num_printed = task.id, 0
+        if self.pid is not None:
+            self._watch.add(self.pid, self._config.memory_mb, self._end_for_memory, has_network=self._wrapped)
         try:
             await self._send({"task": asdict(replace(task, base_url=f"{self._url}/v1"))})
             answer = await self._receive()
         except (OSError, EOFError) as error:
-            if self.is_over_memory:
-                raise AgentFailedError("memory", self._too_much()) from error
+            if self._excess:
+                raise AgentFailedError("memory", self._excess) from error
             raise RolloutLostError("the sandbox that played it has died") from error
         finally:
             await self.close()
         return _reward_of(answer)
 
-    def end_for_memory(self) -> None:
-        """Kill it since its processes have more memory than they may: its rollout fails."""
-        self.is_over_memory = True
+    def _end_for_memory(self, excess: str) -> None:
+        self._excess = excess
         self._kill()
 
     async def close(self) -> None:
         """End every process of it."""
+        if self._process is not None:
+            self._watch.remove(self._process.pid)
         self._kill()
         if not await self._has_ended(_END_S):  # without namespaces, and stopped or within the agent's own import
             self._kill_group()
@@ -235,8 +244,9 @@ class AgentSandbox:
         return {
             "listen": listen,
             "uid": uid,
-            "user_namespace": wrapped and bool(uid),
+            "user_namespace": wrapped,
             "places": [str(place) for place in places],
+            "in_memory": {_FOLDER_INSIDE: FOLDER_FILES, _SHARED_INSIDE: SHARED_FILES} if wrapped else {},
             "memory_mb": config.memory_mb,
             "num_tasks": _NUM_TASKS if wrapped or uid else 16 * _NUM_TASKS,
             "filter": self._filter.hex(),
@@ -258,8 +268,9 @@ class AgentSandbox:
         return ENVIRONMENT | {"PATH": path, "PYTHONUNBUFFERED": "1", "USER": "agent"} | supervised
 
     def _bubblewrap(self, places: list[Path], uid: int, folder: Path) -> list[str]:
-        """The command line before the program; it gives up the two further capabilities before user code runs."""
-        words = [*new_namespaces(uid, "CAP_NET_BIND_SERVICE"), *system_folders(), "--proc", "/proc", "--dev", "/dev"]
+        """The command line before the program; it gives up the further capabilities before user code runs."""
+        words = [*new_namespaces(uid, "CAP_NET_BIND_SERVICE", "CAP_SYS_ADMIN"), *system_folders()]
+        words += ["--proc", "/proc", "--dev", "/dev"]
         words += [*memory_folder(_SHARED_INSIDE, SHARED_BYTES), "--remount-ro", "/dev"]
         words += memory_folder(_FOLDER_INSIDE, FOLDER_BYTES)
         names = "".join(f"{address} {name}\n" for name, address in self._addresses().items())
@@ -342,9 +353,6 @@ class AgentSandbox:
             log.info("agent_output", rollout=self._rollout, line=text)
         elif was_all:
             log.info("agent_output_cut", rollout=self._rollout, detail=f"it has printed {_MAX_OUTPUT_BYTES} bytes")
-
-    def _too_much(self) -> str:
-        return f"had more memory than agent.memory_mb {self._config.memory_mb}"
 
 
 async def _passed_out(control: socket.socket) -> list[socket.socket]:

@@ -50,7 +50,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
         async def show() -> None:
             await _show(service, pool)
 
-        yield App(main, background={"memory": pool.watch_memory, "activity": show})
+        yield App(main, background={"activity": show})
 
 
 async def _play_until_stopping(service: Service, worker: AgentWorker) -> None:

@@ -11,6 +11,7 @@ from gspo.agents.worker import RolloutLostError
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.reward.sandbox.levels import find_agent_level
+from gspo.reward.sandbox.memory_watch import MemoryWatch
 
 
 def check(config: Config) -> None:
@@ -42,7 +43,7 @@ async def _check(config: Config) -> None:
         rule = f"has several paths that end in {min(twice)}, and the agent's folder has one link of a name"
         raise InputError("agent.reads", rule, "Rename one")
     level = await find_agent_level(config.reward.sandbox_minimum)
-    sandbox = AgentSandbox(agent, level, _nowhere, max_connections=1)
+    sandbox = AgentSandbox(agent, level, _nowhere, MemoryWatch(), max_connections=1)
     where, value = ("agent.path", agent.path) if agent.path else ("agent.command.0", agent.command[0])
     try:
         await sandbox.start()

@@ -25,6 +25,7 @@ from gspo.mcp_servers.http_streams import HttpStreams
 from gspo.mcp_servers.server_program import ServerProgram
 from gspo.mcp_servers.stdio_streams import stdio_streams
 from gspo.reward.sandbox.launch import ConfinementLevel
+from gspo.reward.sandbox.memory_watch import MemoryWatch
 
 # A list of tools that never ends must fill neither memory nor time; no prompt describes as many.
 _MOST_TOOLS, _MOST_PAGES = 1000, 100
@@ -56,13 +57,14 @@ class McpConnection:
 
     Args:
         level: The confinement of a command's process; None for an address.
+        watch: Ends a command's process if it has too much memory.
     """
 
-    def __init__(self, config: McpConfig, level: ConfinementLevel | None) -> None:
+    def __init__(self, config: McpConfig, level: ConfinementLevel | None, watch: MemoryWatch) -> None:
         self._config = config
         self._http, self._program = (HttpStreams(config.url) if config.url else None), None
         if level is not None and self._http is None:
-            self._program = ServerProgram(config, level)
+            self._program = ServerProgram(config, level, watch)
         self._client: Client | None = None
         self._is_lost = False  # the server has ended it, and the client's task may still wait
         self._ready, self._closing = asyncio.Event(), asyncio.Event()

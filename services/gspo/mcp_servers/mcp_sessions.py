@@ -16,6 +16,7 @@ from gspo.mcp_servers.mcp_connection import McpConnection, RefusedCall
 from gspo.mcp_servers.tool_results import cut, text_of_result
 from gspo.reward.sandbox.launch import ConfinementLevel, LevelName
 from gspo.reward.sandbox.levels import find_agent_level
+from gspo.reward.sandbox.memory_watch import MemoryWatch
 
 # The one session of all rollouts.
 _SHARED = ""
@@ -33,7 +34,7 @@ class McpSessions:
     def __init__(self, environment: EnvironmentConfig, sandbox_minimum: LevelName) -> None:
         self._config, self._sandbox_minimum = environment.mcp, sandbox_minimum
         self._level: ConfinementLevel | None = None
-        self._finding = asyncio.Lock()
+        self._finding, self._watch = asyncio.Lock(), MemoryWatch()
         self._open_timeout_s = environment.reach_timeout_s
         self.is_shared = environment.mcp.per == "shared"
         self._connections: dict[str, McpConnection] = {}
@@ -88,7 +89,8 @@ class McpSessions:
             return connection
 
     async def _open(self, session: str) -> McpConnection:
-        connection = McpConnection(self._config, None if self._config.url else await self._find_level())
+        level = None if self._config.url else await self._find_level()
+        connection = McpConnection(self._config, level, self._watch)
         self._connections[session] = connection
         try:
             await connection.open(self._open_timeout_s)

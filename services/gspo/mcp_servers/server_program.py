@@ -40,10 +40,12 @@ from gspo.reward.sandbox.bubblewrap import (
 )
 from gspo.reward.sandbox.inside import scratch
 from gspo.reward.sandbox.launch import ConfinementLevel
+from gspo.reward.sandbox.memory_watch import MemoryWatch
 
 # From the end of its input to SIGKILL: a server that ends by itself does so in this time.
 _GRACE_S, _END_S, _LOOK_EVERY_S = 1.0, 5.0, 0.01
 _FOLDER_BYTES, _SHARED_BYTES, _NUM_TASKS = 256 * 2**20, 64 * 2**20, 1024
+_FOLDER_FILES, _SHARED_FILES = 65536, 4096
 # The log has the beginning of the output of each process: there is one for each rollout.
 _MAX_OUTPUT_BYTES, _MAX_LINE = 4096, 4096
 _FOLDER_INSIDE, _SHARED_INSIDE = "/tmp", "/dev/shm"  # noqa: S108 - of the sandbox alone
@@ -62,13 +64,14 @@ class ServerProgram:
 
     Args:
         level: bubblewrap or rlimits.
+        watch: Ends it if it has too much memory.
 
     Attributes:
         last_line: What it wrote last to standard error.
     """
 
-    def __init__(self, config: McpConfig, level: ConfinementLevel) -> None:
-        self._config, self._level = config, level
+    def __init__(self, config: McpConfig, level: ConfinementLevel, watch: MemoryWatch) -> None:
+        self._config, self._level, self._watch = config, level, watch
         self._wrapped = level.name == "bubblewrap"
         self._process: asyncio.subprocess.Process | None = None
         self._printing: asyncio.Task[None] | None = None
@@ -109,12 +112,14 @@ class ServerProgram:
         )
         assert self._process.stdin and self._process.stdout and self._process.stderr  # noqa: S101 - pipes
         self._printing = asyncio.create_task(self._log_output(self._process.stderr))
+        self._watch.add(self._process.pid, self._config.memory_mb, self._end_for_memory, has_network=self._wrapped)
         return self._process.stdout, self._process.stdin
 
     async def close(self) -> None:
         """End it: its input ends, and after a moment its processes are killed. Its output must be read meanwhile."""
         process = self._process
         if process is not None:
+            self._watch.remove(process.pid)
             assert process.stdin is not None  # noqa: S101 - a pipe
             process.stdin.close()
             if not await self._has_ended(_GRACE_S):
@@ -131,6 +136,11 @@ class ServerProgram:
         if self._folder is not None:
             scratch.remove(self._folder)
 
+    def _end_for_memory(self, excess: str) -> None:
+        if self.pid is not None:
+            log.warning("mcp_server_over_memory", detail=f"it {excess}")
+            _kill_session(self.pid)
+
     async def _has_ended(self, patience_s: float) -> bool:
         # Not by wait(): it also waits for the ends of pipes, which another process may have inherited.
         deadline_s = time.monotonic() + patience_s
@@ -141,8 +151,9 @@ class ServerProgram:
     def _setup(self, uid: int, places: list[Path], reads: list[Path]) -> dict[str, Any]:
         return {
             "uid": uid,
-            "user_namespace": self._wrapped and bool(uid),
+            "user_namespace": self._wrapped,
             "places": [str(place) for place in places],
+            "in_memory": {_FOLDER_INSIDE: _FOLDER_FILES, _SHARED_INSIDE: _SHARED_FILES} if self._wrapped else {},
             "memory_mb": self._config.memory_mb,
             "num_tasks": _NUM_TASKS if self._wrapped or uid else 16 * _NUM_TASKS,
             "filter": self._level.filter.hex(),
@@ -175,7 +186,7 @@ class ServerProgram:
 
 def _bubblewrap(places: list[Path], uid: int) -> list[str]:
     """The command line before the program."""
-    words = [*new_namespaces(uid), *system_folders(), "--proc", "/proc", "--dev", "/dev"]
+    words = [*new_namespaces(uid, "CAP_SYS_ADMIN"), *system_folders(), "--proc", "/proc", "--dev", "/dev"]
     words += [*memory_folder(_SHARED_INSIDE, _SHARED_BYTES), "--remount-ro", "/dev"]
     words += memory_folder(_FOLDER_INSIDE, _FOLDER_BYTES)
     words += shown_paths([*map(Path, (*ETC, *SHOWN)), *places])

@@ -17,6 +17,7 @@ from gspo.common.network.environment_server import KEY_VARIABLE, ServerTroubleEr
 from gspo.mcp_servers.mcp_connection import McpConnection
 from gspo.reward.sandbox.launch import LevelName
 from gspo.reward.sandbox.levels import find_agent_level
+from gspo.reward.sandbox.memory_watch import MemoryWatch
 
 _PAUSE_S = 1.0
 log = structlog.get_logger()
@@ -64,7 +65,7 @@ async def listed_tools(
     level = None if config.url else await find_agent_level(sandbox_minimum)
     deadline_s = asyncio.get_running_loop().time() + environment.reach_timeout_s
     while True:
-        connection = McpConnection(config, level)
+        connection = McpConnection(config, level, MemoryWatch())
         try:
             await connection.open(environment.reach_timeout_s)
             tools = await connection.tools()

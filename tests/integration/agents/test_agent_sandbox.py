@@ -20,12 +20,13 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from gspo.agents.agent_pool import AgentPool, memory_below
+from gspo.agents.agent_pool import AgentPool
 from gspo.agents.player.task import Task
 from gspo.agents.worker import AgentFailedError, RolloutLostError
 from gspo.common.config.gateway import AgentConfig
 from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.levels import find_agent_level
+from gspo.reward.sandbox.memory_watch import memory_below
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 # Each finds what it may not: an agent returns the number of its finds, and prints them.
@@ -117,9 +118,7 @@ async def pool(level: ConfinementLevel | None = None, **keys: Any) -> AsyncItera
         server("gateway") as port,
         AgentPool(config, level, partial(asyncio.open_connection, "127.0.0.1", port)) as sandboxes,
     ):
-        watching = asyncio.create_task(sandboxes.watch_memory())
         yield sandboxes, port
-        watching.cancel()
 
 
 def processes_named(argument: str) -> list[int]:
@@ -255,7 +254,7 @@ async def test_memory_is_of_all_processes_together(tmp_path: Path) -> None:
     """
     async with pool(path=agent_file(tmp_path, source), memory_mb=256) as (sandboxes, _):
         assert await sandboxes.play(task(processes=2)) == 1.0
-        with pytest.raises(AgentFailedError, match=r"had more memory than agent\.memory_mb 256") as together:
+        with pytest.raises(AgentFailedError, match=r"had more memory than its 256 MiB") as together:
             await sandboxes.play(task(processes=6))
         with pytest.raises(AgentFailedError, match="asked for more memory") as alone:
             await sandboxes.play(task(processes=0))
@@ -368,9 +367,12 @@ async def test_without_namespaces_processes_and_folders_end_too(
 async def test_memory_counts_below_a_process_alone() -> None:
     process = await asyncio.create_subprocess_exec("sh", "-c", "sleep 20 & sleep 20")
     try:
-        measured = memory_below([process.pid, os.getpid()])
+        while not psutil.Process(process.pid).children():
+            await asyncio.sleep(0.01)
+        measured, inside = memory_below([process.pid, os.getpid()])
+        assert inside[process.pid] in [child.pid for child in psutil.Process(process.pid).children()]
         assert 0 < measured[process.pid] < measured[os.getpid()]
     finally:
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
-    assert memory_below([]) == {}
+    assert memory_below([]) == ({}, {})

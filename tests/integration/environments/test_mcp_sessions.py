@@ -281,6 +281,23 @@ async def test_a_command_reads_its_files_and_no_others_and_reaches_no_address(tm
         assert len(routes.splitlines()) == 1, "only the head of the table: there is no way out"
 
 
+@pytest.mark.parametrize("kind", ["memory", "sockets"])
+async def test_a_server_with_too_much_memory_ends_with_all_its_processes(kind: str) -> None:
+    async with sessions_of(command(kind) | {"memory_mb": 512}) as sessions, sessions_of(command("noisy")) as others:
+        await others.reset("b", {})
+        await sessions.reset("a", {})
+        with pytest.raises(ServerTroubleError) as error:
+            await called(sessions, "a", ("add", {}))
+        assert error.value.kind == "environment_unreachable"
+        assert await called(others, "b", ("add", {})) == ["3"]
+
+
+async def test_empty_files_of_a_server_have_a_bound() -> None:
+    async with sessions_of(command("files")) as sessions:
+        await sessions.reset("a", {})
+        assert await called(sessions, "a", ("add", {})) == ["True"]
+
+
 @pytest.mark.parametrize("minimum", ["bubblewrap", "rlimits"])
 @pytest.mark.parametrize("cut", [pytest.param("close", marks=pytest.mark.long), "cancel", "kill"])
 async def test_no_process_is_left_whatever_cuts_a_session(

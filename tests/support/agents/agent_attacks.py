@@ -120,7 +120,7 @@ TAKEOVER = [
         """
         finds = 0
         pids = [pid for pid in os.listdir("/proc") if pid.isdigit()] if WRAPPED else [os.getppid()]
-        for pid in {int(pid) for pid in pids} - {1, os.getpid()}:  # 1 waits for the others, and has no more than they
+        for pid in {int(pid) for pid in pids} - {os.getpid()}:
             for name, mode in (("mem", os.O_RDWR), ("environ", 0), ("maps", 0), ("fd/3", 0), ("cwd/x", os.O_CREAT)):
                 try:
                     os.close(os.open(f"/proc/{pid}/{name}", mode))
@@ -237,6 +237,33 @@ USES = [
         "1.0 or crash",
     ),
     RolloutAttack(
+        "larger buffers of sockets",
+        """
+        finds = 0
+        for kind in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with socket.socket(socket.AF_UNIX) as one, socket.socket() as other:
+                for each in (one, other):
+                    before = each.getsockopt(socket.SOL_SOCKET, kind)
+                    each.setsockopt(socket.SOL_SOCKET, kind, 4 * before)
+                    finds += each.getsockopt(socket.SOL_SOCKET, kind) != before
+                    libc.setsockopt(each.fileno(), ctypes.c_long(2**32 + 1), kind, struct.pack("i", 4 * before), 4)
+                    finds += each.getsockopt(socket.SOL_SOCKET, kind) != before
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    finds += each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) != 1
+                other.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 3)
+                finds += other.getsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT) != 3
+        for protocol in (132, 262, 33):
+            try:
+                socket.socket(socket.AF_INET, socket.SOCK_STREAM, protocol)
+                finds += 1
+            except OSError:
+                pass
+        return float(finds)
+        """,
+        "0.0",
+        WRAPPED,
+    ),
+    RolloutAttack(
         "connections to the gateway",
         """
         address = task.base_url.split("/")[2].split(":")
@@ -249,7 +276,7 @@ USES = [
         await asyncio.sleep(1)
         return 1.0
         """,
-        "1.0 or timeout",
+        "1.0 or memory",
     ),
 ]
 _FORK = """
@@ -379,7 +406,6 @@ async def run(level_name: Literal["bubblewrap", "rlimits"], *, heavy: bool) -> d
         async with await asyncio.start_server(_answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             async with AgentPool(config, level, partial(asyncio.open_connection, "127.0.0.1", port)) as pool:
-                watching = asyncio.create_task(pool.watch_memory())
                 calling = asyncio.create_task(_play_on(pool, outcomes["benign"]))
                 outcomes["before"] = await _played(pool, LOOK)
                 for attack in attacks(level_name, heavy=heavy):
@@ -388,10 +414,9 @@ async def run(level_name: Literal["bubblewrap", "rlimits"], *, heavy: bool) -> d
                     lost.cancel()
                     after = outcomes["before"] if attack in WORDS else await _played(pool, LOOK)
                     outcomes["attacks"][attack.name] = {"outcome": outcome, "after": after, "lost_mib": await lost}
-                outcomes["watches"] = not watching.done()
                 outcomes["descriptors"] = len(list(Path("/proc/self/fd").iterdir()))
                 calling.cancel()
-                watching.cancel()
+                await asyncio.gather(calling, return_exceptions=True)
     return outcomes
 
 

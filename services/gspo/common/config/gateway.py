@@ -192,7 +192,9 @@ class McpConfig(Section):
         json_schema_extra=ON_RESUME,
     )
     memory_mb: PositiveInt = Field(
-        2048, description="Memory of each process of command, in MiB", json_schema_extra=ON_RESUME
+        2048,
+        description="Memory of a server of command with all its processes, in MiB",
+        json_schema_extra=ON_RESUME,
     )
 
     @property

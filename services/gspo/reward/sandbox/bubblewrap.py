@@ -51,7 +51,8 @@ def site_folders() -> list[str]:
 def new_namespaces(uid: int, *capabilities: str) -> list[str]:
     """The first words: new namespaces, and no capability but those that the program gives up itself.
 
-    As root the program enters a user and a user namespace of its own: bubblewrap's own namespace maps to root.
+    As root the program enters a user and a user namespace of its own: bubblewrap's own namespace maps to root. Without
+    privileges a program with capabilities enters one too, and bubblewrap does that for another program.
 
     Args:
         uid: Of `new_uid`.
@@ -59,8 +60,13 @@ def new_namespaces(uid: int, *capabilities: str) -> list[str]:
     """
     words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--cap-drop", "ALL"]
-    words += [] if uid else ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-    for name in (*(("CAP_SETUID", "CAP_SETGID") if uid else ()), *capabilities):
+    if uid:
+        capabilities += ("CAP_SETUID", "CAP_SETGID")
+    else:
+        inner_id = "0" if capabilities else "65534"
+        words += ["--unshare-user", "--uid", inner_id, "--gid", inner_id]
+        capabilities += ("CAP_SETFCAP",) if capabilities else ()  # to map 0 in another user namespace
+    for name in capabilities:
         words += ["--cap-add", name]
     return words
 

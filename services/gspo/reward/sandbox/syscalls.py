@@ -84,7 +84,7 @@ REFUSED = """
 # Further calls of agents. They start programs, use sockets (their namespaces reach relays alone), signal their own
 # processes and change their own files. Namespaces, traces, mounts and memory without a process stay refused.
 _SOCKETS = """
-    connect bind listen accept accept4 sendto sendmsg sendmmsg setsockopt socketpair close_range splice tee vmsplice
+    connect bind listen accept accept4 sendto sendmsg sendmmsg socketpair close_range splice tee vmsplice
 """
 _PROCESSES = """
     fork vfork execve execveat setpgid setsid setpriority prlimit64 setrlimit prctl fcntl
@@ -100,6 +100,9 @@ _TIMERS = "timer_create timer_settime timer_gettime timer_getoverrun timer_delet
 _OWN_FILTERS = " seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self"
 OF_AGENTS = _SOCKETS + _PROCESSES + _FILES + _TIMERS + _OWN_FILTERS
 _TYPES_INTO_A_TERMINAL = 0x5412  # ioctl TIOCSTI
+# SO_SNDBUF and SO_RCVBUF, both below 16. The FORCE variants, 32 and 33, need a capability.
+_BUFFER_OPTIONS = (socket.SO_SNDBUF, socket.SO_RCVBUF)
+_MAX_PROTOCOL = 31
 
 
 class FilterUnavailableError(Exception):
@@ -149,16 +152,38 @@ def _agent_rules(seccomp: Any) -> Any:
     for name in allowed:
         program.add_rule(seccomp.ALLOW, name)
     for name in _known(seccomp, REFUSED):
-        if name not in (*allowed, "socket"):
+        if name not in (*allowed, "socket", "setsockopt"):
             program.add_rule(refuse, name)
+    # Of TCP and UDP: the buffers of SCTP, MPTCP and others are not measured (memory_watch.py).
+    common = seccomp.Arg(2, seccomp.MASKED_EQ, 0xFFFFFFFF & ~_MAX_PROTOCOL, 0)
     for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
-        program.add_rule(seccomp.ALLOW, "socket", seccomp.Arg(0, seccomp.EQ, family))
+        program.add_rule(seccomp.ALLOW, "socket", seccomp.Arg(0, seccomp.EQ, family), common)
+    _add_socket_options(seccomp, program)
     for flag in _bits(_NEW_NAMESPACES):
         program.add_rule(refuse, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
     program.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
     program.add_rule(refuse, "ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, _TYPES_INTO_A_TERMINAL))
     program.add_rule(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.NE, _TYPES_INTO_A_TERMINAL))
     return program
+
+
+def _add_socket_options(seccomp: Any, program: Any) -> None:
+    """Every option works, but for the sizes of buffers: setting one succeeds without an effect.
+
+    The kernel looks at 32 bits of level and option, so the rules do too.
+    """
+
+    def low(place: int, mask: int, value: int) -> Any:
+        return seccomp.Arg(place, seccomp.MASKED_EQ, mask, value)
+
+    of_socket = low(1, 0xFFFFFFFF, socket.SOL_SOCKET)
+    for bit in _bits(0xFFFFFFFF):
+        program.add_rule(seccomp.ALLOW, "setsockopt", low(1, bit, ~socket.SOL_SOCKET & bit))
+    for bit in _bits(0xFFFFFFF0):
+        program.add_rule(seccomp.ALLOW, "setsockopt", of_socket, low(2, bit, bit))
+    for number in range(16):
+        action = seccomp.ERRNO(0) if number in _BUFFER_OPTIONS else seccomp.ALLOW
+        program.add_rule(action, "setsockopt", of_socket, low(2, 0xFFFFFFFF, number))
 
 
 def _bits(mask: int) -> Iterator[int]:

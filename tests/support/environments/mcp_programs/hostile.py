@@ -4,11 +4,43 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 KIND = sys.argv[1]
 # In a session of its own, and with no end by itself.
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+# Eight of these have more memory than a server may have, and each has less; the buffers of sockets are the kernel's.
+FILLERS = {
+    "memory": "import time; block = bytearray(2**27); block[::4096] = b'x' * 2**15; time.sleep(600)",
+    "sockets": """
+import socket, time
+held = []
+while len(held) < 400:
+    held.append(socket.socketpair())
+    for one in held[-1]:
+        one.setblocking(False)
+        try:
+            while True:
+                one.send(bytes(2**16))
+        except BlockingIOError:
+            pass
+time.sleep(600)
+""",
+}
+
+
+def is_bounded() -> bool:
+    """Whether its file systems refuse 100,000 empty files."""
+    for folder in ("/tmp", "/dev/shm"):
+        try:
+            for number in range(100_000):
+                Path(folder, str(number)).touch()
+        except OSError:
+            continue
+        return False
+    return True
 
 
 def write(text: str) -> None:
@@ -30,9 +62,14 @@ def call(message: dict[str, Any]) -> None:
             sys.stdout.write("x" * 2**20)
     if KIND == "noisy":
         write("a library prints this")
+    if KIND in FILLERS:
+        for _ in range(8):
+            subprocess.Popen([sys.executable, "-c", FILLERS[KIND]], start_new_session=True)
+        time.sleep(600)
+    text = str(is_bounded()) if KIND == "files" else "3"
     if KIND == "forks":
         subprocess.Popen(SLEEPER, start_new_session=True)
-    answer(message, {"content": "three" if KIND == "wrong_result" else [{"type": "text", "text": "3"}]})
+    answer(message, {"content": "three" if KIND == "wrong_result" else [{"type": "text", "text": text}]})
 
 
 def serve() -> None:

@@ -15,22 +15,26 @@ from typing import Any, NoReturn
 from . import confine
 
 _MIB = 2**20
-_NUM_FILES, _FILE_BYTES = 1024, 2**40
+_NUM_FILES, _FILE_BYTES, _NOBODY = 1024, 2**40, 65534
 
 
 def confine_agent(setup: dict[str, Any]) -> None:
     """Give up everything that agents may not have, for good; programs that they start have no more.
 
     Args:
-        setup: uid, user_namespace, places (paths that its user must be able to read), memory_mb, num_tasks, and filter:
-            seccomp's, in hexadecimal, or empty.
+        setup: Its uid, user_namespace, memory_mb and num_tasks. Its `places` are paths that the user must be able to
+            read. Its `filter` is seccomp's, in hexadecimal, or empty. `in_memory` bounds the files of folders.
 
     Raises:
         OSError: The kernel refuses a part.
     """
     confine.be_first_to_go()
+    for folder, num_files in setup["in_memory"].items():
+        confine.limit_files(folder, num_files)
     places = [Path(place) for place in setup["places"]]
     confine.take_own_user(setup["uid"], places, namespace=setup["user_namespace"])
+    if setup["user_namespace"] and not setup["uid"]:
+        confine.enter_user_namespace(_NOBODY)  # bubblewrap's has capabilities over the file systems
     confine.drop_capabilities()
     confine.no_new_privileges()
     confine.adopt_orphans()

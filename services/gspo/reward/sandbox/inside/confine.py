@@ -37,6 +37,7 @@ _PR_CAPBSET_DROP, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
 _SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 _CLONE_NEWUSER = 0x10000000
+_MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 2, 4, 32
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
@@ -167,6 +168,16 @@ def show() -> None:
     _checked(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "dumpable")
 
 
+def limit_files(folder: str, num_files: int) -> None:
+    """Let a file system in memory, mounted at a folder, have no more files and folders.
+
+    Raises:
+        OSError: This process lacks CAP_SYS_ADMIN in the namespace.
+    """
+    flags = _MS_REMOUNT | _MS_NOSUID | _MS_NODEV
+    _checked(_libc.mount(None, folder.encode(), None, ctypes.c_ulong(flags), f"nr_inodes={num_files}".encode()), folder)
+
+
 def be_first_to_go() -> None:
     """If the machine runs out of memory, the kernel ends this process first; needs a writable /proc."""
     with suppress(OSError):
@@ -180,14 +191,18 @@ def become(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def enter_user_namespace() -> None:
-    """A user namespace of its own, in which only this user exists."""
+def enter_user_namespace(inner_id: int | None = None) -> None:
+    """A user namespace of its own, in which only this user exists.
+
+    Args:
+        inner_id: Id of the user and of its group there; by default the same as outside.
+    """
     uid, gid = os.geteuid(), os.getegid()
     _checked(_libc.unshare(_CLONE_NEWUSER), "unshare")
     show()  # its own /proc/self is not writable after a change of user
     Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    Path("/proc/self/uid_map").write_text(f"{uid if inner_id is None else inner_id} {uid} 1")
+    Path("/proc/self/gid_map").write_text(f"{gid if inner_id is None else inner_id} {gid} 1")
 
 
 def take_own_user(uid: int, places: Iterable[Path], *, namespace: bool) -> bool:
