@@ -1,6 +1,24 @@
 """The policy loss: three ratios, the objectives of token_losses.py on them, five aggregations, and its stats.
 
 Not here: advantages, log-probs, coefficients, the backward pass. One call may see one micro-batch of a step.
+
+    clip     l_it = -min(ratio_it A_it, clipped_it A_it)
+    cispo    l_it = -sg[clipped_it] A_it logp_it
+    dppo_tv, dppo_kl    l_it = -ratio_it A_it, or 0
+
+    clipped_it = clip(ratio_it, 1 - pg_clip_low, 1 + pg_clip_high)
+
+    seq        ratio_it = s_i = exp(sequence_log_ratio)          GSPO
+    token      ratio_it = exp(logp_it - old_it)                  GRPO
+    seq_token  ratio_it = sg[s_i] pi_it / sg[pi_it]              GSPO-token: value of s_i, gradient per token
+
+With branches, s_i becomes that of the token's branch k, over its L_ik tokens, and a token weighs the same in the
+aggregation, which is of whole rollouts:
+
+    s_ik = exp(sum_(t in k) m_it (logp_it - old_it) / L_ik)
+
+token_losses.py has the losses in full. Under cispo, seq and seq_token are the same. The divergences of dppo are those
+of tokens, and so is their ratio.
 """
 
 import math
@@ -74,29 +92,13 @@ def policy_loss(
     pg_clip_reference_length: float | None = None,
     branch_BT: Tensor | None = None,
 ) -> PolicyLoss:
-    """Aggregate of the losses l_it that an objective gives to ratios and advantages.
+    """Aggregate of the losses l_it that an objective gives to ratios and advantages; the module has the formulas.
 
-        clip     l_it = -min(ratio_it A_it, clipped_it A_it)
-        cispo    l_it = -sg[clipped_it] A_it logp_it
-        dppo_tv, dppo_kl    l_it = -ratio_it A_it, or 0
-
-        clipped_it = clip(ratio_it, 1 - pg_clip_low, 1 + pg_clip_high)
-
-        seq        ratio_it = s_i = exp(sequence_log_ratio)          GSPO
-        token      ratio_it = exp(logp_it - old_it)                  GRPO
-        seq_token  ratio_it = sg[s_i] pi_it / sg[pi_it]              GSPO-token: value of s_i, gradient per token
-
-    With `branch_BT`, the branch of each token from 0, a ratio is that of the token's branch k, over its L_ik tokens:
-
-        s_ik = exp(sum_(t in k) m_it (logp_it - old_it) / L_ik) in place of s_i
-
-    The aggregation is still of whole rollouts: a token weighs the same.
-    With `pg_clip_reference_length`, under clip and a sequence's ratio, the two sides are those of `clip_sides`.
-    token_losses.py has them in full. Under cispo, seq and seq_token are the same; the divergences of dppo are
-    those of tokens, and so is their ratio. `dual_clip` c > 1, under clip alone: where A < 0, l = min(l, -c A).
-    All tensors [B, T]; gradient in `logp_BT` alone.
-    `loss_agg_mode` and the sizes it divides by: see `aggregate_loss`.
-    The loss and its gradient are finite for finite inputs: a log-ratio acts within +-60.
+    With `branch_BT`, the branch of each token from 0, a ratio is that of the token's branch. With
+    `pg_clip_reference_length`, under clip and a sequence's ratio, the two sides are those of `clip_sides`. `dual_clip`
+    c > 1, under clip alone: where A < 0, l = min(l, -c A). `loss_agg_mode` and its sizes: see `aggregate_loss`.
+    All tensors [B, T]; gradient in `logp_BT` alone. The loss and its gradient are finite for finite inputs: a
+    log-ratio acts within +-60.
     Source: arXiv 2507.18071, eq. 5 and 13. ValueError: shapes, an unknown kind or mode, bounds, dual_clip without
     clip, dppo without token, a reference length without clip or with token, branches with token.
     """

@@ -77,11 +77,6 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path], trial: T
     logs = [LogQuery(run.run_dir / "log", 1 / len(runs)) for run in runs]
     log, page = logs[0], _renderer(run.name, len(runs))
     _add_answers(app, page)
-
-    @cache
-    def decoder() -> Callable[[int], str] | None:
-        return token_decoder(tokenizer_folders)
-
     _add_files(app)
     tabs = OpenTabs()
     _add_overview(app, page, run.overview, tabs)
@@ -93,6 +88,19 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path], trial: T
     add_replays(app, page, run.run_dir)
     if len(runs) > 1:
         _add_comparison(app, page, runs, logs)
+
+    _add_rollouts(app, page, run, log, tokenizer_folders)
+    return app
+
+
+def _add_rollouts(
+    app: FastAPI, page: Callable[..., HTMLResponse], run: ViewedRun, log: LogQuery, tokenizer_folders: list[Path]
+) -> None:
+    """The table of rollouts, a group, a rollout, and each of its texts whole."""
+
+    @cache
+    def decoder() -> Callable[[int], str] | None:
+        return token_decoder(tokenizer_folders)
 
     @app.get("/rollouts")
     def rollouts(request: Request) -> HTMLResponse:
@@ -133,8 +141,6 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path], trial: T
         if column not in _WHOLE:
             raise HTTPException(404, f"give one of {', '.join(_WHOLE)}")
         return PlainTextResponse(visible(row.get(column) or ""))
-
-    return app
 
 
 def _add_files(app: FastAPI) -> None:

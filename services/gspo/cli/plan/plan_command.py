@@ -98,7 +98,4 @@ def plan(
     planned = make_plan(request)
     if write is not None:
         write_plan(planned, write)
-    if as_json:
-        print(plan_json(planned))
-    else:
-        print_plan(planned, Console())
+    print(plan_json(planned)) if as_json else print_plan(planned, Console())
