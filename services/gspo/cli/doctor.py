@@ -54,7 +54,7 @@ def doctor(config_file: Path | None, console: Console) -> int:
     config, device = _on_device(user) if user else (None, None)
     results = list(_findings(config))
     if config and device:
-        results += [device, *_checks(config)]
+        results += [device, *findings.data(config), *_checks(config)]
     table = Table(box=None, show_header=False, padding=(0, 1))
     for finding in results:
         advice = f"\n{finding.advice}" if finding.advice else ""

@@ -17,6 +17,9 @@ from typing import Literal, get_args
 from gspo.cli.processes.gpu_locks import find_holder
 from gspo.cli.processes.redis_server import redis_executable
 from gspo.common.config.reward import RewardConfig
+from gspo.common.config.schema import Config
+from gspo.common.data.column_survey import ColumnSurvey, number_columns
+from gspo.common.data.row_reader import RowReader
 from gspo.common.errors import InputError
 from gspo.common.host.compilers import compiler_path
 from gspo.common.host.machine import GIB, VISIBLE, Gpu, free_memory, torch_is_for_cpus, vllm_for_gpus
@@ -96,6 +99,25 @@ def _space(name: str, free_bytes: float, where: str, needed_gib: float, use: str
     if free_bytes / GIB >= needed_gib:
         return DoctorFinding(name, "OK", text)
     return DoctorFinding(name, "problem", text, advice)
+
+
+def data(config: Config) -> Iterator[DoctorFinding]:
+    """The rows of each source, and its columns of text that look like numbers; the services' checks refuse the data."""
+    for source in config.sources:
+        survey = ColumnSurvey()
+        try:
+            for _ in survey.watch(RowReader(source.prompts_key, source.prompts, source.types)):
+                pass
+        except InputError:
+            continue
+        files = ", ".join(path.name for path in source.prompts)
+        text = f"{files}: {survey.num_rows:,} rows, columns {', '.join(survey.columns)}"
+        numbers = number_columns(survey, source.types, source.prompt_column)
+        advice = ""
+        if numbers:
+            text += f"; {len(numbers)} of text look like numbers: {', '.join(numbers)}"
+            advice = f"Functions get them as text; {source.types_key}: {{{numbers[0]}: number}} makes numbers of them"
+        yield DoctorFinding("data", "OK", text, advice)
 
 
 def compiler() -> DoctorFinding:

@@ -1,16 +1,16 @@
 """The check of reward functions before a run: files, signatures, columns, and trial calls with made-up answers.
 
-It starts only the functions' own processes. A run does not load its prompts here: the coordinator does.
+It starts only the functions' own processes. It reads every row as the coordinator does, and warns of likely mistakes in
+the columns; the coordinator's check is about the prompts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import os
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from redis.asyncio import Redis
 from gspo.common.config.reward import EnvironmentConfig, RewardFunction
 from gspo.common.config.schema import Config
 from gspo.common.config.sources import Source
+from gspo.common.data.column_survey import ColumnSurvey, RowTally, short_place
+from gspo.common.data.row_reader import RowReader
+from gspo.common.data.task_row import check_names, split_row
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.network.credentials import redis_arguments
 from gspo.common.streams.entries import task_json
 from gspo.reward.environment_trial import try_server
-from gspo.reward.functions.arguments import check_columns
+from gspo.reward.functions.arguments import GROUND_TRUTH_RULE, check_columns, right_answer
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function, Library
@@ -39,9 +42,6 @@ TRIAL_TEXT = "42"
 REDIS_TIMEOUT_S = 5.0
 # Errors that the function raises for any answer or action; others may come from the made-up one.
 ALWAYS_WRONG = ("ImportError", "ModuleNotFoundError", "NameError", "UnfitError", "InvalidReturnError", NOT_A_NUMBER)
-_BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-# `datasets` reads as many bytes to learn a JSON file's columns.
-_HEAD_BYTES = 10 * 2**20
 
 
 def check(config: Config) -> None:
@@ -62,11 +62,16 @@ async def _check(config: Config) -> None:
         open_library(config.reward, sources=sources, registry=registry) as library,
     ):
         for source in sources:
-            await _check_source(source, library, await asyncio.to_thread(_first_prompts, config, source))
+            await _check_source(source, library, await asyncio.to_thread(_read_data, config, source))
 
 
-async def _check_source(source: Source, library: Library, prompts: dict[str, list[Prompt]]) -> None:
-    training, environment = prompts[source.prompts_key], source.environment
+async def _check_source(source: Source, library: Library, data: dict[str, _Data]) -> None:
+    training, environment = data[source.prompts_key].prompts, source.environment
+    for column, kind in data[source.prompts_key].left_out.items():
+        warn(
+            f"{source.prompts_key}: column '{column}' has {kind}, which the policy does not see and rollouts do not "
+            f"carry; {source.types_key}.{column}: base64 sends them to rewards as text, omit says that you know"
+        )
     if environment.url is not None:
         await try_server(environment, source.environment_key, task_json(training[0]), TRIAL_TEXT)
     for key, spec in source.code():
@@ -75,9 +80,8 @@ async def _check_source(source: Source, library: Library, prompts: dict[str, lis
             await _try_environment(function, spec, key, [task_json(prompt) for prompt in training])
             continue
         name = f"{function.callee.signature.entry} of {function.code.filename}"
-        for file, rows in prompts.items():
-            columns = {**json.loads(rows[0].columns_json), **function.args}
-            check_columns(function.callee.signature, columns, file, name)
+        for file, own in data.items():
+            _check_columns(function, own, file, name, source.types_key)
         await _try_function(function, name, spec, key, training)
 
 
@@ -93,18 +97,70 @@ async def _open_registry(config: Config) -> AsyncIterator[Registry | OfflineRegi
         yield Registry(redis, config.registry_dir, replica="check")
 
 
-def _first_prompts(config: Config, source: Source) -> dict[str, list[Prompt]]:
-    """The first prompts of a source and of its held-out files, by their keys in the configuration."""
+@dataclass(frozen=True)
+class _Data:
+    """The data of one key, as a check needs it.
+
+    Attributes:
+        prompts: The first ones.
+        names: Every column but the prompt's.
+        survey: The columns of all rows.
+        unanswered: Rows without a right answer.
+        left_out: Columns of bytes -> "images" or "bytes".
+    """
+
+    prompts: list[Prompt]
+    names: list[str]
+    survey: ColumnSurvey
+    unanswered: RowTally
+    left_out: dict[str, str]
+
+
+def _read_data(config: Config, source: Source) -> dict[str, _Data]:
+    """The data of a source and of its held-out files, by their keys in the configuration.
+
+    Raises:
+        InputError: Something in it cannot be read, or it lacks a column that the source names.
+    """
     evaluation = config.evaluation
-    own = {name: path for name, path in evaluation.files.items() if config.source_of(name) == source}
-    prompts = {}
-    for key, path in {
-        source.prompts_key: source.prompts,
-        **{evaluation.key_of(name): own[name] for name in own},
-    }.items():
-        rows = _read_first_rows(path, NUM_TRIALS, key)
-        prompts[key] = [_prompt_of(row, source, str(path)) for row in rows]
-    return prompts
+    files = {source.prompts_key: source.prompts}
+    files |= {
+        evaluation.key_of(name): (path,) for name, path in evaluation.files.items() if config.source_of(name) == source
+    }
+    return {key: _read(key, paths, source) for key, paths in files.items()}
+
+
+def _read(key: str, paths: Sequence[Path], source: Source) -> _Data:
+    survey, unanswered, prompts = ColumnSurvey(), RowTally(), list[dict[str, Any]]()
+    reader = RowReader(key, paths, source.types, types_key=source.types_key)
+    for row in survey.watch(reader):
+        if len(prompts) < NUM_TRIALS:
+            prompts.append(row.columns)
+        if right_answer(split_row(row.columns, source)[1]) is None:
+            unanswered.add(short_place(row))
+    names = list(survey.columns)
+    check_names(names, source, ", ".join(map(str, paths)))
+    for mistake in survey.mistakes(prompt_column=source.prompt_column):
+        warn(f"{key}: {mistake}")
+    empty = dict.fromkeys(names)
+    # A column that a row leaves out is None in it.
+    first = [prompt_of(*split_row({**empty, **columns}, source)) for columns in prompts]
+    return _Data(first, list(json.loads(first[0].columns_json)), survey, unanswered, reader.left_out)
+
+
+def _check_columns(function: Function, data: _Data, key: str, name: str, types_key: str) -> None:
+    """Check that the data of a key has what a function asks for, and say which rows lack it."""
+    signature, survey = function.callee.signature, data.survey
+    for column in data.left_out.keys() & signature.required:
+        rule = f"column '{column}', which {name} asks for, has {data.left_out[column]}, and these reach no function"
+        raise InputError(key, rule, f"Set {types_key}.{column}: base64, which makes them text")
+    has_answers = data.unanswered.count < survey.num_rows or right_answer(function.args) is not None
+    check_columns(signature, {*data.names, *function.args}, key, name, has_answers=has_answers)
+    for column in signature.required:
+        if column in survey.columns and (gap := survey.without_value(column)).count:
+            warn(f"{key}: column '{column}', which {name} asks for, has no value in {gap}")
+    if signature.convention in ("verl", "openrlhf") and has_answers and data.unanswered.count:
+        warn(f"{key}: there is no right answer for {name} in {data.unanswered} ({GROUND_TRUTH_RULE})")
 
 
 async def _try_function(
@@ -186,71 +242,3 @@ async def _try_environment(function: Function, spec: EnvironmentConfig, where: s
             if error.error_type in ALWAYS_WRONG:
                 raise InputError(where, f"step {name}: {error}", "Correct it") from error
             warn(f"{where}: step {name}, tried on the action '{TRIAL_TEXT}', {error}")
-
-
-def _read_first_rows(path: Path, count: int, key: str) -> list[dict[str, Any]]:
-    """The first `count` rows of a file or folder, or fewer where there are not so many; `key` is named in errors.
-
-    Raises:
-        InputError: There is nothing that can be read.
-    """
-    if not path.exists():
-        raise InputError(key, f"{path} does not exist", "Give the path of a file of prompts")
-    if path.is_file() and path.suffix.lower() not in _BUILDERS:
-        fix = "Convert it, or give a folder that `datasets` opens"
-        raise InputError(key, f"{path} is none of {', '.join(_BUILDERS)}", fix)
-    try:
-        # JSON lines are read here: the import of `datasets` would be half of the check's time.
-        lines = path.is_file() and path.suffix.lower() == ".jsonl"
-        rows = _read_lines(path, count) if lines else _read_with_datasets(path, count)
-    except (ValueError, OSError, StopIteration) as error:
-        reason = (str(error.__cause__ or error) or "it is empty").splitlines()[0]
-        raise InputError(key, f"{path} cannot be read ({reason})", "Correct the file") from error
-    if not rows:
-        raise InputError(key, f"{path} has no rows", "Give a file with at least one prompt")
-    return rows
-
-
-def _read_lines(path: Path, count: int) -> list[dict[str, Any]]:
-    """Rows of a JSON Lines file; a column that a row leaves out is None in it."""
-    with path.open("rb") as file:
-        head = {number: json.loads(line) for number, line in enumerate(file.readlines(_HEAD_BYTES), 1) if line.strip()}
-    if wrong := [number for number, row in head.items() if not isinstance(row, dict)]:
-        raise ValueError(f"line {wrong[0]} is not an object")
-    names = dict.fromkeys(name for row in head.values() for name in row)
-    return [{name: row.get(name) for name in names} for row in itertools.islice(head.values(), count)]
-
-
-def _read_with_datasets(path: Path, count: int) -> list[dict[str, Any]]:
-    """Rows of a file or folder that `datasets` opens; of several splits, those of the training split."""
-    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read at import: files here need no hub
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        if path.is_file():
-            arguments = {"path": _BUILDERS[path.suffix.lower()], "data_files": str(path)}
-            opened = datasets.load_dataset(**arguments, split="train", streaming=True)
-        elif any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-            opened = datasets.load_from_disk(str(path))
-        else:
-            opened = datasets.load_dataset(str(path), streaming=True)
-        if isinstance(opened, dict):
-            opened = opened["train"] if "train" in opened else next(iter(opened.values()))
-        rows: Iterable[dict[str, Any]] = itertools.islice(opened, count)
-        return list(rows)
-    except datasets.exceptions.DatasetsError as error:
-        raise ValueError(str(error)) from error
-
-
-def _prompt_of(row: dict[str, Any], source: Source, where: str) -> Prompt:
-    """A row as a prompt without token ids: its other columns are what reward functions see.
-
-    Raises:
-        InputError: There is no such column.
-    """
-    prompt_column = source.prompt_column
-    if prompt_column not in row:
-        fix = f"Set {source.column_key}. {nearest(prompt_column, row)}"
-        raise InputError(source.column_key, f"{where} has no column '{prompt_column}'", fix)
-    return prompt_of(row[prompt_column], {name: value for name, value in row.items() if name != prompt_column})

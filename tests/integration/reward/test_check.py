@@ -155,7 +155,7 @@ def test_data_of_every_form_is_read(tmp_path: Path, form: str) -> None:
         ("none.jsonl", None, "none.jsonl does not exist"),
         ("d.txt", "2+2=", "is none of .jsonl, .json, .csv, .parquet"),
         ("d.jsonl", "", "has no rows"),
-        ("d.jsonl", "{broken\n", "cannot be read"),
+        ("d.jsonl", "{broken\n", "line 1, character 2: is not JSON"),
         ("d.jsonl", '{"question": "2+2="}\n', "has no column 'prompt'"),
     ],
 )

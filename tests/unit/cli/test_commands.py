@@ -570,7 +570,7 @@ def test_eval_refuses_external_agents_and_takes_those_that_it_can_start(
 
 def test_eval_scores_as_one_of_several_sources(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     sources = [
-        {"name": "a", "prompts": "a.jsonl", "prompt_column": "question"},
+        {"name": "a", "prompts": "a.jsonl", "prompt_column": "question", "types": {"n": "number"}},
         {"name": "b", "prompts": "b.jsonl", "functions": [], "environment": {"path": "env.py"}, "stop": ["."]},
     ]
     (base := tmp_path / "base.yaml").write_text(yaml.safe_dump({**raw_config, "data": {"sources": sources}}))
@@ -580,7 +580,8 @@ def test_eval_scores_as_one_of_several_sources(tmp_path: Path, raw_config: dict[
         return eval_config(spec, tmp_path)
 
     (first,), (second,) = config_of("a").sources, config_of("b").sources
-    assert (first.prompts, first.prompt_column, len(first.functions)) == (tmp_path / "e.jsonl", "question", 1)
+    assert (first.prompts, first.prompt_column, len(first.functions)) == ((tmp_path / "e.jsonl",), "question", 1)
+    assert (first.types, first.answer_column) == ({"n": "number"}, None)
     assert (first.environment.used, first.stop) == (False, ())
     assert (second.functions, second.environment.path, second.stop) == ((), tmp_path / "env.py", (".",))
     with pytest.raises(InputError, match=r"--source: is missing, .* Name the one that scores the answers: a, b"):

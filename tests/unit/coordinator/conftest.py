@@ -34,7 +34,7 @@ def open_set(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PromptSet]:
         }
         config = parse_config(keys, path.parent)
         return PromptSet(
-            "data.prompts", path, changes.get("tokenizer", tokenizer), config, config.sources[0], limit=limit
+            "data.prompts", [path], changes.get("tokenizer", tokenizer), config, config.sources[0], limit=limit
         )
 
     return opened

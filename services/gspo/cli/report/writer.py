@@ -144,7 +144,9 @@ def _what_ran(config: Config) -> dict[str, Any]:
     return {
         "model": config.model.path,
         "prompts": ", ".join(
-            f"{source.name}: {source.prompts}, weight {source.weight:g}" if source.name else str(source.prompts)
+            f"{source.name}: {_named(source.prompts)}, weight {source.weight:g}"
+            if source.name
+            else _named(source.prompts)
             for source in config.sources
         ),
         "held-out prompts": ", ".join(f"{name}: {path}" if name else str(path) for name, path in held_out) or "none",
@@ -168,6 +170,10 @@ def _what_ran(config: Config) -> dict[str, Any]:
         f"temperature {config.sampling.temperature:g}",
         "seed": config.seed,
     }
+
+
+def _named(files: tuple[Path, ...]) -> str:
+    return " + ".join(map(str, files))
 
 
 def _algorithm(config: Config) -> dict[str, Any]:

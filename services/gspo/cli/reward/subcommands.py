@@ -108,7 +108,7 @@ def try_rows(
     rows: Annotated[
         Path,
         typer.Argument(
-            help="JSON lines or a JSON list of prompt, completion and columns; or one row of task and actions."
+            help="Rows of prompt, completion and columns, in any form of data.prompts; or one row of task and actions."
         ),
     ],
     version: Annotated[str | None, typer.Option(help="By default the active version.")] = None,
@@ -331,13 +331,10 @@ def _read_text(path: Path) -> str:
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file: one a line, or a JSON list."""
-    text = _read_text(path)
-    is_list = text.lstrip().startswith("[")
-    rows = _parse(text, path) if is_list else [_parse(line, path) for line in text.split("\n") if line.strip()]
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise InputError(str(path), "holds no rows", 'Write lines of {"prompt": ..., "completion": ..., COLUMN: ...}')
-    return rows
+    """The rows of a file, as a run reads them."""
+    from gspo.common.data.row_reader import RowReader
+
+    return [row.columns for row in RowReader("ROWS", [path])]
 
 
 def _parse(text: str, path: Path) -> Any:

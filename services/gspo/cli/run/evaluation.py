@@ -241,7 +241,8 @@ def _choose_source(config: dict[str, Any], base: Config, name: str | None) -> No
             "--source", f"'{name}' names no source of the configuration", nearest(name, filter(None, by_name))
         )
     chosen = base.sources[0] if name is None else by_name[name]
-    config["data"] |= {"sources": [], "prompt_column": chosen.prompt_column}
+    columns = {"prompt_column": chosen.prompt_column, "answer_column": chosen.answer_column}
+    config["data"] |= {"sources": [], **columns, "types": dict(chosen.types)}
     config["reward"]["functions"] = [function.model_dump(mode="json") for function in chosen.functions]
     config["environment"] = chosen.environment.model_dump(mode="json")
     config["sampling"] |= {"stop": list(chosen.stop), "temperature": chosen.temperature}

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationInfo
 from pydantic.config import JsonDict
 
 from gspo.common.errors import ConfigError
 
 _NAME, _VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", r"^[0-9a-f]{8,64}$"
 HTTP_ADDRESS, HTTP_HOST = r"^https?://[^\s]+$", r"^https?://[^\s/]+(:\d+)?/?$"
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 _HOST_NAME = r"^(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$"
 # The meaning of each pattern, for messages.
 PATTERNS = {
@@ -40,19 +43,52 @@ def _only_finite(value: Any) -> Any:
 
 def _from_base(path: Path, info: ValidationInfo) -> Path:
     """A path of a file, taken from the file's folder, which the validation's context has as `base`."""
-    return info.context["base"] / path if info.context else path
+    if not info.context:
+        return path
+    base: Path = info.context["base"]
+    return base / (path if (base / path).exists() else _expanded(str(path)))
 
 
 def _folder_from_base(path: str, info: ValidationInfo) -> str:
     """A hub's name may look like a path: a folder that exists beside the configuration's file is meant."""
-    folder = info.context["base"] / path if info.context else None
-    return str(folder) if folder is not None and folder.exists() else path
+    folder = _from_base(Path(path), info) if info.context else None
+    is_path = folder is not None and (folder.exists() or _expanded(path) != path)
+    return str(folder) if is_path else path
+
+
+def _expanded(path: str) -> str:
+    """A path with its variables and its `~` replaced, as a shell does it.
+
+    Raises:
+        ConfigError: A variable is not set, or a user has no home.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in os.environ:
+            rule = f"has the variable {name}, which is not set"
+            raise ConfigError("", path, rule, f"Set {name}, or write the path without it")
+        return os.environ[name]
+
+    text = os.path.expanduser(_VARIABLE.sub(value_of, path))  # noqa: PTH111 - Path.expanduser raises other errors
+    if text.startswith("~"):
+        raise ConfigError("", path, "begins with the home of a user who has none", "Write the path without ~")
+    return text
+
+
+def _file_or_files(value: Any) -> Any:
+    if isinstance(value, str | Path) or (isinstance(value, list | tuple) and value):
+        return value
+    fix = "Write one path, or a line `- path` for each file below the key"
+    raise ConfigError("", value, "is neither a file nor a list of files", fix)
 
 
 # A model's folder, or its name on a hub.
 ModelPath = Annotated[str, AfterValidator(_folder_from_base)]
 # A path in a configuration file is relative to that file, so that a folder can be moved as a whole.
 FilePath = Annotated[Path, AfterValidator(_from_base)]
+# One file, or several whose rows are read one after the other.
+FilePaths = Annotated[FilePath | tuple[FilePath, ...], BeforeValidator(_file_or_files)]
 # Mappings with keys of other programs: arguments of an engine or a function, a tool's description.
 FreeMapping = Annotated[dict[str, Any], AfterValidator(_only_finite)]
 # For a key that may change when a run is resumed, and for one that may not, unlike the others of its section.

@@ -89,7 +89,11 @@ class RunConfig(Section):
         json_schema_extra=FIXED,
     )
     total_steps: PositiveInt | None = Field(None, description="Stop after so many steps")
-    total_epochs: PositiveFloat | None = Field(None, description="Stop after so many passes over the prompts")
+    total_epochs: PositiveFloat | None = Field(
+        None,
+        description="Stop after so many passes over the prompts; a pass over several sources is as many groups as they "
+        "have prompts together",
+    )
     total_hours: PositiveFloat | None = Field(None, description="Stop after so many hours of training")
     checkpoint_every: PositiveInt = Field(50, description="Steps between checkpoints")
     keep_checkpoints: PositiveInt = Field(2, description="Checkpoints kept")

@@ -5,7 +5,7 @@ A run of one source is a list of one, whose reward and environment are the secti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from gspo.common.config.engines import SamplingConfig
-from gspo.common.config.fields import FilePath, RunName, Section
+from gspo.common.config.fields import FilePaths, RunName, Section
 from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
+from gspo.common.data.column_types import ColumnType
 from gspo.common.errors import NO_VALUE, ConfigError, InputError, in_yaml
 
 if TYPE_CHECKING:
@@ -35,9 +36,11 @@ class SourceConfig(Section):
     """One of several sources of prompts. A key without a value has that of the section which it names."""
 
     name: RunName = Field(description="Name in the log, in metrics and in evaluation.prompts")
-    prompts: FilePath = Field(description="Training prompts, as data.prompts")
+    prompts: FilePaths = Field(description="Training prompts, as data.prompts")
     weight: PositiveFloat = Field(1.0, description="Share of the groups, relative to the weights of the other sources")
     prompt_column: str | None = Field(None, description="Column with the prompt; data.prompt_column by default")
+    answer_column: str | None = Field(None, description="Column with the right answer; data.answer_column by default")
+    types: dict[str, ColumnType] | None = Field(None, description="Types of its columns; data.types by default")
     functions: tuple[RewardFunction, ...] | None = Field(
         None, description="Reward functions of its answers; reward.functions by default, [] for none"
     )
@@ -53,15 +56,25 @@ class SourceConfig(Section):
 class DataConfig(Section):
     """The prompts."""
 
-    prompts: FilePath | None = Field(
+    prompts: FilePaths | None = Field(
         None,
-        description="Training prompts: JSONL, JSON, CSV, Parquet, or a folder that `datasets` opens. Required without "
-        "data.sources",
+        description="Training prompts: JSONL, JSON, CSV, Parquet, or a folder that `datasets` opens; or a list of "
+        "them. Required without data.sources",
     )
     sources: tuple[SourceConfig, ...] = Field(
         (), max_length=MOST_SOURCES, description="Several sources of prompts with weights, in place of data.prompts"
     )
     prompt_column: str = Field("prompt", description="Column with the prompt: text, or a list of chat messages")
+    answer_column: str | None = Field(
+        None,
+        description="Column with the right answer, which functions get as ground_truth; default: ground_truth, "
+        "reward_model.ground_truth or answer",
+    )
+    types: dict[str, ColumnType] = Field(
+        {},
+        description="Types of columns by their names, for example of numbers in CSV: text, number, boolean, json, "
+        "base64 (bytes as text), or omit",
+    )
     on_long_prompt: Literal["error", "skip", "truncate"] = Field(
         "error", description="Action for a prompt longer than algorithm.prompt_length; truncate keeps its end"
     )
@@ -114,14 +127,18 @@ class Source:
         name: Empty where data.prompts is the only source.
         weight: Share of the groups, relative to the other sources.
         agent_weight: Factor of the reward that the run's agent returns; None where it returns none.
-        prompts_key, column_key, functions_key, environment_key, stop_key, temperature_key: Where the configuration
-            has its values, for messages.
+        types: Column -> type, of columns that are read otherwise than the files have them.
+        answer_column: The column with the right answer; None where a rule finds it.
+        prompts_key, column_key, answer_key, types_key, functions_key, environment_key, stop_key, temperature_key: Where
+            the configuration has its values, for messages.
     """
 
     name: str = ""
-    prompts: Path = Path()
+    prompts: tuple[Path, ...] = ()
     weight: float = 1.0
     prompt_column: str = "prompt"
+    answer_column: str | None = None
+    types: Mapping[str, ColumnType] = field(default_factory=dict)
     functions: tuple[RewardFunction, ...] = ()
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     stop: tuple[str, ...] = ()
@@ -129,6 +146,8 @@ class Source:
     agent_weight: float | None = None
     prompts_key: str = "data.prompts"
     column_key: str = "data.prompt_column"
+    answer_key: str = "data.answer_column"
+    types_key: str = "data.types"
     functions_key: str = "reward.functions"
     environment_key: str = "environment"
     stop_key: str = "sampling.stop"
@@ -155,8 +174,10 @@ def sources_of(config: Config) -> tuple[Source, ...]:
     """The sources of a run, in the order of the configuration; one without a name for data.prompts."""
     data = config.data
     only = Source(
-        prompts=data.prompts or Path(),
+        prompts=_files(data.prompts),
         prompt_column=data.prompt_column,
+        answer_column=data.answer_column,
+        types=data.types,
         functions=config.reward.functions,
         environment=config.environment,
         stop=config.sampling.stop,
@@ -169,10 +190,12 @@ def sources_of(config: Config) -> tuple[Source, ...]:
 def _of_list(index: int, own: SourceConfig, shared: Source) -> Source:
     """One of data.sources, with the values of other sections for those that it leaves out."""
     key = f"data.sources.{index}"
-    changes: dict[str, Any] = {"name": own.name, "prompts": own.prompts, "weight": own.weight}
+    changes: dict[str, Any] = {"name": own.name, "prompts": _files(own.prompts), "weight": own.weight}
     changes["prompts_key"] = f"{key}.prompts"
     keys = {
         "prompt_column": "column_key",
+        "answer_column": "answer_key",
+        "types": "types_key",
         "functions": "functions_key",
         "environment": "environment_key",
         "stop": "stop_key",
@@ -182,6 +205,10 @@ def _of_list(index: int, own: SourceConfig, shared: Source) -> Source:
         if (value := getattr(own, name)) is not None:
             changes |= {name: value, its_key: f"{key}.{name}"}
     return replace(shared, **changes)
+
+
+def _files(prompts: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
+    return (prompts,) if isinstance(prompts, Path) else prompts or ()
 
 
 def check_sources(config: Config) -> None:
@@ -230,6 +257,8 @@ def _check_effect(config: Config) -> None:
             "data.prompt_column",
             config.data.prompt_column != DataConfig.model_fields["prompt_column"].default,
         ),
+        "answer_column": ("data.answer_column", config.data.answer_column is not None),
+        "types": ("data.types", bool(config.data.types)),
         "functions": ("reward.functions", bool(config.reward.functions)),
         "environment": ("environment", config.environment.used),
         "stop": ("sampling.stop", bool(config.sampling.stop)),
@@ -269,13 +298,6 @@ def _check_curriculum(config: Config) -> None:
 
 
 def _check_several(config: Config) -> None:
-    if config.run.total_epochs is not None:
-        raise ConfigError(
-            "run.total_epochs",
-            config.run.total_epochs,
-            "has no meaning for several sources, which pass over their prompts at different speeds",
-            "Set run.total_steps or run.total_hours",
-        )
     if config.algorithm.reward_norm in ("batch", "running"):
         raise ConfigError(
             "algorithm.reward_norm",

@@ -1,6 +1,6 @@
-"""The prompts of one file, ready for the engine: chat template applied, tokenised, further columns as JSON.
+"""The prompts of a source, ready for the engine: chat template applied, tokenised, further columns as JSON.
 
-Rows are read and tokenised on demand. The start checks every row once, in batches, and tokenises only the rows that
+Rows are tokenised on demand. The start reads and checks every row once, in batches, and tokenises only the rows that
 may be too long.
 """
 
@@ -10,17 +10,19 @@ import json
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo.common.config.schema import Config
 from gspo.common.config.sources import Source
+from gspo.common.data.row_reader import RowReader
+from gspo.common.data.row_store import RowStore
+from gspo.common.data.task_row import check_names, split_row
 from gspo.common.errors import InputError, in_yaml
-from gspo.coordinator.data.dataset_file import open_dataset
 from gspo_proto.rollout_pb2 import Prompt
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 Progress = Callable[[int, int], None]
@@ -30,27 +32,29 @@ _ADDED_TOKENS = 8
 
 
 class PromptSet:
-    """The usable prompts of one file.
+    """The usable prompts of one or several files.
 
     Args:
-        key: The configuration key that names the file, for messages.
-        path: The file or folder.
+        key: The configuration key that names the files, for messages.
+        paths: The files or folders.
         config: Has the longest length of a prompt, and what happens to a longer one.
-        source: Names the column of the prompts, and the tools that the chat template describes in every prompt.
+        source: Names the column of the prompts and the types of columns, and the tools that the chat template describes
+            in every prompt.
         limit: Use only the first so many rows; None is all.
         progress: Called during the check with rows done and rows in all.
 
     Attributes:
         num_rows: Usable and skipped.
+        left_out: Columns of bytes that no task has -> "images" or "bytes".
 
     Raises:
-        InputError: The file cannot be used; names the key, and the line where one is at fault.
+        InputError: The files cannot be used; names the key, and the line where one is at fault.
     """
 
     def __init__(
         self,
         key: str,
-        path: Path,
+        paths: Sequence[Path],
         tokenizer: PreTrainedTokenizerBase,
         config: Config,
         source: Source,
@@ -58,12 +62,13 @@ class PromptSet:
         limit: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.key, self._path, self._source = key, path, source
+        self.key, self._source, self._files = key, source, ", ".join(map(str, paths))
         self._tokenizer, self._tools = tokenizer, list(source.environment.descriptions) or None
         self._prompt_length, self._on_long_prompt = config.algorithm.prompt_length, config.data.on_long_prompt
-        rows = open_dataset(key, path, source.prompt_column, column_key=source.column_key)
-        self._rows: Dataset = rows if limit is None else rows.select(range(min(limit, len(rows))))
-        self.num_rows = len(self._rows)
+        reader = RowReader(key, paths, source.types, types_key=source.types_key)
+        self._rows = RowStore(islice(reader, limit))
+        self.num_rows, self.left_out = len(self._rows), reader.left_out
+        check_names(self._rows.names, source, self._files)
         self._is_text: bool | None = None
         # A token stands for at least one byte of the text, unless a normalizer could lengthen the text first.
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -82,45 +87,44 @@ class PromptSet:
     def prompts(self, places: Sequence[int]) -> list[Prompt]:
         """The prompts at these places among the usable ones, each 0 .. len - 1."""
         rows = [self._usable[place] for place in places]
-        columns = self._rows[rows]
-        values = columns.pop(self._source.prompt_column)
-        texts = self._render(values, rows)
-        tokens = self._tokenise(texts, values)
-        names = list(columns)
-        return [
-            self._prompt(values[i], texts[i], tokens[i], {name: columns[name][i] for name in names})
-            for i in range(len(rows))
-        ]
+        if not rows:
+            return []
+        values, columns = zip(*(split_row(row, self._source) for row in self._rows.rows(rows)), strict=True)
+        texts = self._render(list(values), rows)
+        tokens = self._tokenise(texts, list(values))
+        return [self._prompt(*parts) for parts in zip(values, texts, tokens, columns, strict=True)]
 
     def texts(self) -> Iterator[str]:
         """The text of every usable prompt, in the file's order; batch by batch."""
         for start in range(0, len(self), _BATCH):
             rows = list(self._usable[start : start + _BATCH])
-            yield from self._render(self._rows[rows][self._source.prompt_column], rows)
+            yield from self._render(self._values(rows), rows)
+
+    def _values(self, rows: Sequence[int]) -> list[Any]:
+        return self._rows.values(self._source.prompt_column, rows)
 
     def _prompt(self, value: Any, text: str, tokens: list[int], columns: dict[str, Any]) -> Prompt:
         if len(tokens) > self._prompt_length:
             tokens = tokens[-self._prompt_length :]
             text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        messages = "" if isinstance(value, str) else json.dumps(_messages(value), ensure_ascii=False)
-        further = json.dumps(columns, ensure_ascii=False, default=str)
+        messages = "" if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        further = json.dumps(columns, ensure_ascii=False)
         return Prompt(token_ids=tokens, text=text, messages_json=messages, columns_json=further)
 
     def _check(self, progress: Progress | None) -> array[int]:
         """Row numbers of the usable prompts; every row is checked once."""
         usable, long = array("q"), array("q")
-        prompts = self._rows.select_columns([self._source.prompt_column])
         for start in range(0, self.num_rows, _BATCH):
             if progress:
                 progress(start, self.num_rows)
-            values = prompts[start : start + _BATCH][self._source.prompt_column]
-            too_long = self._too_long(values, range(start, start + len(values)))
-            long.extend(too_long)
-            usable.extend(row for row in range(start, start + len(values)) if row not in too_long)
+            rows = range(start, min(start + _BATCH, self.num_rows))
+            too_long = self._too_long(self._values(rows), rows)
+            long.extend(sorted(too_long))
+            usable.extend(row for row in rows if row not in too_long)
         if long and self._on_long_prompt == "error":
             raise self._long_prompts(long)
         if not usable:
-            raise InputError(self.key, f"every prompt in {self._path} is too long", "Raise algorithm.prompt_length")
+            raise InputError(self.key, f"every prompt in {self._files} is too long", "Raise algorithm.prompt_length")
         return usable
 
     def _too_long(self, values: list[Any], rows: Sequence[int]) -> set[int]:
@@ -132,11 +136,11 @@ class PromptSet:
         return {rows[i] for i, ids in zip(unsure, tokens, strict=True) if len(ids) > self._prompt_length}
 
     def _long_prompts(self, long: array[int]) -> InputError:
-        values = self._rows[[long[0]]][self._source.prompt_column]
+        values = self._values([long[0]])
         tokens = self._tokenise(self._render(values, [long[0]]), values)[0]
         rule = (
             f"{len(long)} of {self.num_rows} prompts are longer than algorithm.prompt_length: {self._prompt_length} "
-            f"tokens, the first in {self._line(long[0])} with {len(tokens)} tokens"
+            f"tokens, the first in {self._rows.place(long[0])} with {len(tokens)} tokens"
         )
         return InputError(self.key, rule, "Raise algorithm.prompt_length, or set data.on_long_prompt: skip or truncate")
 
@@ -145,11 +149,11 @@ class PromptSet:
         for value, row in zip(values, rows, strict=True):
             self._check_form(value, row)
         if not isinstance(values[0], str):
-            return self._apply_template([_messages(value) for value in values], rows)
+            return self._apply_template(values, rows)
         if self._tools:
             raise InputError(
                 f"{self._source.environment_key}.{'mcp' if self._source.environment.mcp.used else 'tools'}",
-                f"{self._path} holds prompts as text, and only a chat template describes tools to the policy",
+                f"{self._files} holds prompts as text, and only a chat template describes tools to the policy",
                 "Give prompts as chat messages, or leave the tools out",
             )
         return values
@@ -168,7 +172,7 @@ class PromptSet:
             problem = f"the prompt is {here}, and the file's first one is {first}: {in_yaml(value):.80}"
         if problem:
             fix = "A prompt is text, or a list of messages, each with a role and a content of text"
-            raise InputError(self.key, f"{self._path}, {self._line(row)}: {problem}", fix)
+            raise InputError(self.key, f"{self._rows.place(row)}: {problem}", fix)
 
     def _apply_template(self, conversations: list[list[dict[str, Any]]], rows: Sequence[int]) -> list[str]:
         from jinja2 import TemplateError
@@ -176,7 +180,7 @@ class PromptSet:
         if not self._tokenizer.chat_template:
             raise InputError(
                 self.key,
-                f"{self._path} holds chat messages, and the tokenizer in model.path has no chat template",
+                f"{self._files} holds chat messages, and the tokenizer in model.path has no chat template",
                 "Give prompts as text, or add chat_template to the model's tokenizer_config.json",
             )
         try:
@@ -193,7 +197,7 @@ class PromptSet:
                 ]
             raise InputError(
                 self.key,
-                f"{self._path}, {self._line(rows[0])}: the model's chat template refuses the messages ({error})",
+                f"{self._rows.place(rows[0])}: the model's chat template refuses the messages ({error})",
                 "Change the messages to a form that the template takes, or correct the template",
             ) from error
 
@@ -204,9 +208,6 @@ class PromptSet:
         plain = isinstance(values[0], str)
         encoded = self._tokenizer(texts, add_special_tokens=plain, return_attention_mask=False, verbose=False)
         return list(encoded["input_ids"])
-
-    def _line(self, row: int) -> str:
-        return f"line {row + 1}" if self._path.suffix.lower() == ".jsonl" else f"row {row + 1}"
 
 
 def training_prompts(
@@ -248,7 +249,7 @@ def held_out_prompts(
     return {
         name: PromptSet(
             evaluation.key_of(name),
-            path,
+            [path],
             tokenizer,
             config,
             config.source_of(name),
@@ -267,8 +268,3 @@ def _message_problem(messages: list[Any]) -> str:
             if not isinstance(message, dict) or not isinstance(message.get(name), str):
                 return f"message {number} has no {name} that is text: {in_yaml(message):.80}"
     return ""
-
-
-def _messages(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as in the file: `datasets` fills a key that only some of them have with None."""
-    return [{name: part for name, part in message.items() if part is not None} for message in value]

@@ -79,7 +79,7 @@ class Curriculum:
         self._sources = SourceOrder([source.weight for source in config.sources])
         self._visits = [
             SourceVisits(
-                PromptOrder(length, seed=config.seed, shuffle=config.data.shuffle, total_epochs=None),
+                PromptOrder(length, seed=config.seed, shuffle=config.data.shuffle),
                 length,
                 seed=config.seed,
                 revisit_passes=config.data.revisit_passes,

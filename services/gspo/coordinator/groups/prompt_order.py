@@ -28,19 +28,17 @@ class PromptPlace(NamedTuple):
 
 
 class PromptOrder:
-    """The prompt of each group of one source, without end unless epochs are bounded.
+    """The prompt of each group of one source, without end.
 
     Its group g is the prompt at place g % N of pass g // N; every pass is shuffled from (seed, pass).
 
     Args:
         num_prompts: N.
         shuffle: False keeps the file's order in every pass.
-        total_epochs: Passes after which no group is left; None is endless. A part of a pass is rounded to whole groups.
     """
 
-    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool, total_epochs: float | None) -> None:
+    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool) -> None:
         self._num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
-        self.num_groups = None if total_epochs is None else max(1, round(num_prompts * total_epochs))
         # Two passes are in use where one ends. A pass over a large data set takes megabytes, so no more are kept.
         self._pass = lru_cache(maxsize=2)(self._shuffled)
 
@@ -60,7 +58,8 @@ class FixedOrder:
         lengths: Usable prompts of each source.
 
     Attributes:
-        num_groups: Groups that exist in all; None is endless.
+        num_groups: Groups that exist in all; None is endless. run.total_epochs passes are as many times the prompts of
+            all sources together, rounded to whole groups.
         num_results: Results that it knows.
     """
 
@@ -68,12 +67,9 @@ class FixedOrder:
 
     def __init__(self, config: Config, lengths: Sequence[int]) -> None:
         self._sources = SourceOrder([source.weight for source in config.sources])
-        self._of_source = [
-            PromptOrder(length, seed=config.seed, shuffle=config.data.shuffle, total_epochs=config.run.total_epochs)
-            for length in lengths
-        ]
-        # Epochs bound a run of one source alone.
-        self.num_groups = self._of_source[0].num_groups
+        self._of_source = [PromptOrder(length, seed=config.seed, shuffle=config.data.shuffle) for length in lengths]
+        epochs = config.run.total_epochs
+        self.num_groups = None if epochs is None else max(1, round(sum(lengths) * epochs))
 
     def place(self, group: int) -> PromptPlace:
         """The prompt of any group."""

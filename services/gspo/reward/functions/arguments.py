@@ -111,7 +111,7 @@ def arguments_for(
             case "openrlhf":
                 prompts = [rollout.prompt.text for rollout in rollouts]
                 queries = [prompt + rollout.text for prompt, rollout in zip(prompts, rollouts, strict=True)]
-                labels = [_right_answer(row) for row in columns]
+                labels = [right_answer(row) for row in columns]
                 return {"arguments": {"queries": queries, "prompts": prompts, "labels": labels} | args}
             case "environment":
                 raise NotAskableError("is an environment, which answers steps and scores no answers")
@@ -168,12 +168,12 @@ def ground_truth(columns: dict[str, Any]) -> Any:
     Raises:
         MissingColumnError: The row has none of them.
     """
-    if (answer := _right_answer(columns)) is None:
+    if (answer := right_answer(columns)) is None:
         raise MissingColumnError("ground_truth", columns)
     return answer
 
 
-def _right_answer(columns: dict[str, Any]) -> Any:
+def right_answer(columns: dict[str, Any]) -> Any:
     """By GROUND_TRUTH_RULE; None if the row has none."""
     model = columns.get("reward_model")
     of_model = model.get("ground_truth") if isinstance(model, dict) else None
@@ -181,13 +181,16 @@ def _right_answer(columns: dict[str, Any]) -> Any:
     return next((answer for answer in answers if answer is not None), None)
 
 
-def check_columns(signature: Signature, columns: dict[str, Any], where: str, function: str) -> None:
+def check_columns(
+    signature: Signature, columns: Collection[str], where: str, function: str, *, has_answers: bool
+) -> None:
     """Check that a data set has the columns of a function.
 
     Args:
-        columns: Those of its first row, and the function's `args`.
+        columns: Those that some row has, and the function's `args`.
         where: The data set's key in the configuration.
         function: As messages name it.
+        has_answers: Whether some row has a right answer.
 
     Raises:
         InputError: Names the missing column and the nearest one there is.
@@ -195,9 +198,10 @@ def check_columns(signature: Signature, columns: dict[str, Any], where: str, fun
     if missing := _missing_columns(signature, columns):
         fix = nearest(missing[0], columns) if columns else "Add the column, or give the parameter a default"
         raise InputError(where, f"has no column '{missing[0]}', which {function} asks for", fix)
-    if signature.convention == "verl" and _right_answer(columns) is None:
+    if signature.convention == "verl" and not has_answers:
         fix = nearest("ground_truth", columns) if columns else "Add a column ground_truth"
-        raise InputError(where, f"has no right answer for {function} ({GROUND_TRUTH_RULE})", fix)
+        rule = f"has no right answer for {function} ({GROUND_TRUTH_RULE})"
+        raise InputError(where, rule, f"Name its column in data.answer_column. {fix}")
 
 
 def text_of(value: Any) -> str:

@@ -444,3 +444,28 @@ def test_what_contradicts_shared_cards_is_refused(
 def test_shared_cards_without_a_lag_are_accepted(minimal: dict[str, Any]) -> None:
     assert parse_config({**minimal, "placement": "shared", "staleness": {"max_lag": 0}}, Path()).placement == "shared"
     assert parse_config(minimal, Path()).placement == "split"
+
+
+def test_paths_have_homes_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PLACE", "some/where")
+    (tmp_path / "has $PLACE").mkdir()
+    keys: dict[str, Any] = {
+        "name": "r",
+        "model": {"path": "~/model"},
+        "data": {"prompts": ["~/p.jsonl", "$PLACE/p.csv", "${PLACE}s.json", "has $PLACE", "5$"]},
+        "reward": {"functions": [{"path": "$PLACE/r.py"}]},
+        "run": {"total_steps": 3},
+    }
+    config = parse_config(keys, tmp_path)
+    assert config.model.path == str(tmp_path / "home" / "model")
+    names = [str(path.relative_to(tmp_path)) for path in config.sources[0].prompts]
+    assert names == ["home/p.jsonl", "some/where/p.csv", "some/wheres.json", "has $PLACE", "5$"]
+    assert config.reward.functions[0].path == tmp_path / "some/where/r.py"
+    for path, problem in {
+        "$NONE/p": "variable NONE, which is not set",
+        "~nobody-here/p": "a user who has none",
+    }.items():
+        for section in ({"data": {"prompts": path}}, {"model": {"path": path}}, {"data": {"prompts": ["x", path]}}):
+            with pytest.raises(InputError, match=problem):
+                parse_config({**keys, **section}, tmp_path)

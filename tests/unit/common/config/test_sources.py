@@ -33,7 +33,7 @@ def test_a_source_has_the_values_of_the_sections_unless_it_has_its_own() -> None
     own = {**SUM, "prompt_column": "question", "functions": [{"path": "r.py"}], "stop": ["\n"], "temperature": 0.7}
     config = read([own, {"name": "b", "prompts": "b.jsonl"}], sampling={"stop": ["."]}, environment={"path": "env.py"})
     first, second = config.sources
-    assert (first.name, first.prompts, first.weight, first.stop) == ("sum", Path("/c/sum.jsonl"), 3.0, ("\n",))
+    assert (first.name, first.prompts, first.weight, first.stop) == ("sum", (Path("/c/sum.jsonl"),), 3.0, ("\n",))
     assert (first.prompt_column, first.column_key) == ("question", "data.sources.0.prompt_column")
     assert [key for key, _ in first.code()] == ["data.sources.0.functions.0", "environment"]
     assert [source.temperature for source in config.sources] == [0.7, 1.0]
@@ -45,8 +45,16 @@ def test_a_source_has_the_values_of_the_sections_unless_it_has_its_own() -> None
 
 def test_data_prompts_is_the_only_source_without_a_name() -> None:
     (only,) = read((), data={"prompts": "p.jsonl"}).sources
-    assert (only.name, only.prompts, only.prompts_key) == ("", Path("/c/p.jsonl"), "data.prompts")
+    assert (only.name, only.prompts, only.prompts_key) == ("", (Path("/c/p.jsonl"),), "data.prompts")
     assert [key for key, _ in only.code()] == ["reward.functions.0"]
+
+
+def test_prompts_may_be_a_list_of_files() -> None:
+    config = read([{**SUM, "prompts": ["a.jsonl", "b.csv"], "types": {"n": "number"}, "answer_column": "n"}, GUESS])
+    first, second = config.sources
+    assert first.prompts == (Path("/c/a.jsonl"), Path("/c/b.csv"))
+    assert (first.types, first.answer_column, second.types, second.answer_column) == ({"n": "number"}, "n", {}, None)
+    assert read((), data={"prompts": ["a.jsonl", "b.csv"]}).sources[0].prompts == first.prompts
 
 
 def test_one_temperature_for_all_is_the_runs() -> None:
@@ -96,7 +104,10 @@ def test_an_empty_environment_is_none() -> None:
             r"data.sources.1.stop: .* has no effect with an agent",
         ),
         (({**SUM, "prompt_column": "q"},), {"data": {"prompt_column": "p"}}, r"data.prompt_column: has no effect"),
-        ((SUM, GUESS), {"run": {"total_epochs": 2}}, r"run.total_epochs: 2.0 has no meaning for several sources"),
+        (({**SUM, "prompts": []},), {}, r"data.sources.0.prompts: \[\] is neither a file nor a list of files"),
+        (({**SUM, "types": {"a": "date"}},), {}, r"data.sources.0.types.*date is not allowed"),
+        (({**SUM, "types": {}},), {"data": {"types": {"a": "text"}}}, r"data.types: has no effect"),
+        (({**SUM, "answer_column": "a"},), {"data": {"answer_column": "b"}}, r"data.answer_column: has no effect"),
         (
             (SUM, GUESS),
             {"algorithm": {"adv_estimator": "reinforce", "reward_norm": "running"}},

@@ -52,7 +52,7 @@ def read(seed: int = 0, folder: Path = Path()) -> Config:
 def test_every_prompt_is_visited_once_a_pass_at_most_and_once_in_so_many_passes_at_least(
     num_prompts: int, revisit_passes: int, seed: int, results: random.Random, share: float
 ) -> None:
-    order = PromptOrder(num_prompts, seed=seed, shuffle=True, total_epochs=None)
+    order = PromptOrder(num_prompts, seed=seed, shuffle=True)
     visits = SourceVisits(order, num_prompts, seed=seed, revisit_passes=revisit_passes)
     by_pass: Counter[tuple[int, int]] = Counter()
     last = 4 * revisit_passes
@@ -72,7 +72,7 @@ def test_every_prompt_is_visited_once_a_pass_at_most_and_once_in_so_many_passes_
 
 
 def test_a_prompt_sits_out_after_equal_rewards_and_comes_back_after_different_ones() -> None:
-    order = PromptOrder(4, seed=1, shuffle=False, total_epochs=None)
+    order = PromptOrder(4, seed=1, shuffle=False)
     visits = SourceVisits(order, 4, seed=1, revisit_passes=2)
     assert [visits.draw() for _ in range(4)] == [0, 1, 2, 3]
     for place, differ in enumerate((False, True, False, True)):

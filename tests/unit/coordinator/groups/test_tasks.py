@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gspo.common.config.loading import parse_config
 from gspo.coordinator.data.prompts import training_prompts
-from gspo.coordinator.groups.prompt_order import PromptOrder
+from gspo.coordinator.groups.prompt_order import FixedOrder, PromptOrder
 from gspo.coordinator.groups.tasks import TrainingTasks
 from gspo_proto.rollout_pb2 import GroupTask
 
@@ -24,7 +24,7 @@ def places(order: PromptOrder, groups: range) -> list[int]:
 
 
 def test_a_pass_has_every_prompt_once_and_the_next_pass_another_order() -> None:
-    order = PromptOrder(50, seed=3, shuffle=True, total_epochs=None)
+    order = PromptOrder(50, seed=3, shuffle=True)
     first, second = places(order, range(50)), places(order, range(50, 100))
     assert sorted(first) == sorted(second) == list(range(50))
     assert first != second
@@ -32,27 +32,28 @@ def test_a_pass_has_every_prompt_once_and_the_next_pass_another_order() -> None:
 
 
 def test_the_order_follows_from_the_seed_alone() -> None:
-    again = PromptOrder(50, seed=3, shuffle=True, total_epochs=None)
-    other = PromptOrder(50, seed=4, shuffle=True, total_epochs=None)
-    order = PromptOrder(50, seed=3, shuffle=True, total_epochs=None)
+    again = PromptOrder(50, seed=3, shuffle=True)
+    other = PromptOrder(50, seed=4, shuffle=True)
+    order = PromptOrder(50, seed=3, shuffle=True)
     backwards = [order.place(group) for group in reversed(range(200))]
     assert places(again, range(200)) == backwards[::-1]
     assert places(other, range(50)) != places(again, range(50))
 
 
 def test_without_shuffling_the_file_is_repeated_as_it_is() -> None:
-    order = PromptOrder(3, seed=0, shuffle=False, total_epochs=None)
+    order = PromptOrder(3, seed=0, shuffle=False)
     assert places(order, range(7)) == [0, 1, 2, 0, 1, 2, 0]
-    assert order.num_groups is None
-
-
-def test_epochs_bound_the_groups() -> None:
-    bounds = {0.01: 1, 0.29: 29, 1.0: 100, 2.5: 250}
-    for epochs, num_groups in bounds.items():
-        assert PromptOrder(100, seed=0, shuffle=True, total_epochs=epochs).num_groups == num_groups
 
 
 FUNCTION = {"builtin": "exact_match"}
+RUN = {
+    "name": "r",
+    "seed": 5,
+    "model": {"path": "m"},
+    "reward": {"functions": [FUNCTION]},
+    "sampling": {"stop": ["."]},
+    "run": {"total_steps": 3},
+}
 
 
 def write(folder: Path, name: str, num_prompts: int) -> None:
@@ -60,17 +61,18 @@ def write(folder: Path, name: str, num_prompts: int) -> None:
     (folder / f"{name}.jsonl").write_text("\n".join(lines))
 
 
+@pytest.mark.parametrize(("epochs", "num_groups"), [(0.01, 1), (0.29, 29), (1.0, 100), (2.5, 250)])
+def test_epochs_bound_the_groups_of_all_sources_together(epochs: float, num_groups: int) -> None:
+    sources = [{"name": "a", "prompts": "a.jsonl", "weight": 3}, {"name": "b", "prompts": "b.jsonl"}]
+    for data, lengths in (({"prompts": "a.jsonl"}, [100]), ({"sources": sources}, [40, 60])):
+        config = parse_config({**RUN, "data": data, "run": {"total_epochs": epochs}}, Path("/c"))
+        assert FixedOrder(config, lengths).num_groups == num_groups
+    endless = parse_config({**RUN, "data": {"sources": sources}}, Path("/c"))
+    assert FixedOrder(endless, [40, 60]).num_groups is None
+
+
 def tasks_of(folder: Path, tokenizer: PreTrainedTokenizerFast, **data: Any) -> TrainingTasks:
-    keys = {
-        "name": "r",
-        "seed": 5,
-        "model": {"path": "m"},
-        "data": data,
-        "reward": {"functions": [FUNCTION]},
-        "sampling": {"stop": ["."]},
-        "run": {"total_steps": 3},
-    }
-    config = parse_config(keys, folder)
+    config = parse_config({**RUN, "data": data}, folder)
     return TrainingTasks(config, training_prompts(config, tokenizer))
 
 

@@ -194,11 +194,10 @@ def test_two_functions_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_a_column_that_is_not_there_names_the_nearest() -> None:
     trl = signature("def reward(completions, anwser): ...")
     with pytest.raises(InputError, match=r"no column 'anwser'.*Did you mean 'answer'"):
-        check_columns(trl, {"answer": "4", "level": 1}, "data.prompts", "compute_score of r.py")
-    check_columns(
-        signature("def reward(completions, answer): ..."), {"answer": "4"}, "data.prompts", "compute_score of r.py"
-    )
+        check_columns(trl, ["answer", "level"], "data.prompts", "compute_score of r.py", has_answers=True)
+    takes_answer = signature("def reward(completions, answer): ...")
+    check_columns(takes_answer, ["answer"], "data.prompts", "reward of r.py", has_answers=True)
     verl = signature("def compute_score(data_source, solution_str, ground_truth): ...")
     with pytest.raises(InputError, match=r"no right answer for compute_score.*column answer"):
-        check_columns(verl, {"level": 1}, "data.prompts", "compute_score of r.py")
-    check_columns(verl, {"reward_model": {"ground_truth": "4"}}, "data.prompts", "compute_score of r.py")
+        check_columns(verl, ["level"], "data.prompts", "compute_score of r.py", has_answers=False)
+    check_columns(verl, ["reward_model"], "data.prompts", "compute_score of r.py", has_answers=True)
