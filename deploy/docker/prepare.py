@@ -20,7 +20,7 @@ from typing import Any
 
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.processes.preflight import check_services
-from gspo.cli.rundir.start import RunStart, lock_run_dir, new_start, prepare
+from gspo.cli.rundir.start import RunStart, lock_run_dir, new_start, prepare, with_data
 from gspo.cli.rundir.user_config import UserConfig, user_config
 from gspo.common.config.loading import (
     CONFIG_NAME,
@@ -73,7 +73,7 @@ def make_run(folder: Path, runs: Path, secrets: Path, redis_url: str | None, col
     """
     _check_writable(runs)
     base = _make_inputs(folder, runs / "inputs", cold_start) if (folder / COLD_START).is_file() else folder
-    start = _start_of(container_config(base, runs, secrets, redis_url))
+    start = with_data(_start_of(container_config(base, runs, secrets, redis_url)))
     path = runs / f".{start.config.name}.yaml"
     write_config(start.config, path)
     asyncio.run(check_services(CHECKED_HERE, path))

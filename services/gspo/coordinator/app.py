@@ -22,6 +22,7 @@ from gspo.coordinator.loop import Coordinator
 from gspo.coordinator.page.page_access import PageAccess
 from gspo.coordinator.page.page_api import PagePassage
 from gspo.coordinator.page.page_process import PageProcess
+from gspo.runlog.run_log import RunLog
 
 # A stop with its reason, or a view to open.
 MAX_BODY_BYTES = 16 * 2**10
@@ -79,6 +80,9 @@ def _read_prompts(service: Service) -> tuple[list[PromptSet] | None, dict[str, P
     tokenizer = load_tokenizer(service.config.model)
     training = None if service.options.evaluate else training_prompts(service.config, tokenizer, progress)
     held_out = held_out_prompts(service.config, tokenizer, progress)
+    for start in RunLog(service.options.run_dir).data_files()[-1:]:
+        for change in start.changes:
+            log.warning("data_files_changed", step=start.step, detail=change)
     for prompts in training or ():
         log.info("prompts", key=prompts.key, usable=len(prompts), skipped=prompts.num_skipped)
     return training, held_out

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from gspo.runlog.checkpoint_files import whole_checkpoints
+from gspo.runlog.data_files import DATA_FILES, DataFilesRecord
 from gspo.runlog.left_out import LEFT_OUT, LeftOutRecord, why_not_left_out
 from gspo.runlog.memory_shortages import MemoryShortage, shortage_files
 from gspo.runlog.pushes import PUSHES, PushRecord, by_version
@@ -197,6 +198,10 @@ class RunLog:
         """The steps that ran out of memory, each time, in order."""
         files = [self._read(path.name, MemoryShortage.model_validate) for path in shortage_files(self.folder)]
         return sorted((record for records in files for record in records), key=lambda record: record.unix_s)
+
+    def data_files(self) -> list[DataFilesRecord]:
+        """The starts that saw other contents of the data files than the one before, in order."""
+        return read_records(self.folder.parent / DATA_FILES, DataFilesRecord.model_validate).records
 
     def left_out(self) -> list[int]:
         """The steps that are left out of training, in order."""

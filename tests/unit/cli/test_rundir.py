@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from gspo.cli.report.history import RunHistory
+from gspo.cli.report.summary import notes
+from gspo.cli.report.writer import write_report
 from gspo.cli.rundir.start import (
     RunStart,
     decide_start,
@@ -20,6 +23,7 @@ from gspo.cli.rundir.start import (
     write_supervisor_facts,
 )
 from gspo.common.errors import InputError
+from gspo.runlog.run_log import RunLog
 
 
 def write(path: Path, raw_config: dict[str, Any]) -> Path:
@@ -175,3 +179,50 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         lock_run_dir(tmp_path / "runs" / "small"),
     ):
         pass
+
+
+def test_a_resume_with_other_data_is_refused_or_on_record(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    rows = tmp_path / "p.jsonl"
+    rows.write_text('{"prompt": "1"}\n')
+    (folder := tmp_path / "held_out").mkdir()
+    (folder / "train.jsonl").write_text('{"prompt": "2"}\n')
+    raw_config["evaluation"] = {"prompts": "held_out"}
+    file = write(tmp_path / "config.yaml", raw_config)
+    run_dir = started(file, trained=True).run_dir
+
+    def resumed() -> list[str]:
+        start = decide_start(file, resume=True)
+        with lock_run_dir(run_dir):
+            return prepare(start)
+
+    assert resumed() == []
+    rows.write_text('{"prompt": "9"}\n')
+    for target in (file, run_dir):
+        with pytest.raises(InputError, match=r"data.prompts: .*p.jsonl has another content than before \(SHA-256 "):
+            decide_start(target, resume=True)
+    (folder / "train.jsonl").rename(folder / "train-1.jsonl")
+    with pytest.raises(InputError, match=r"p.jsonl .*, and 1 more"):
+        decide_start(file, resume=True)
+    raw_config["data"]["changed_files"] = "accept"
+    write(file, raw_config)
+    assert [note.split(" has another")[0] for note in resumed()] == [
+        "changed on resume: data.changed_files: refuse -> accept",
+        f"changed on resume: data.prompts: {rows}",
+        f"changed on resume: evaluation.prompts: {folder}",
+    ]
+    assert resumed() == []
+    first, second = RunLog(run_dir).data_files()
+    assert (first.step, first.changes, second.step, len(second.changes)) == (0, (), 1, 2)
+    texts = notes(RunHistory(run_dir), write_report(run_dir))
+    assert [text for text in texts if "has another content" in text] == [f"After step 1: {t}." for t in second.changes]
+
+
+def test_a_run_without_a_record_of_its_data_gets_one(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    """Runs of earlier versions have none, and a missing file is an error of the services' checks."""
+    file = write(tmp_path / "config.yaml", raw_config)
+    run_dir = started(file, trained=True).run_dir
+    (run_dir / "data_files.jsonl").unlink()
+    with lock_run_dir(run_dir):
+        assert prepare(decide_start(file, resume=True)) == []
+    (record,) = RunLog(run_dir).data_files()
+    assert (record.step, record.digests) == (1, {"data.prompts": {str(tmp_path / "p.jsonl"): ""}})

@@ -83,6 +83,7 @@ class RunHistory:
         config: None where it cannot be read.
         ledger: The token ledger; None where the log has none.
         pushes: Of each policy version, in order.
+        data_files: The starts that saw other contents of the data files than the one before.
         shortages: The steps that ran out of memory, each time, in order.
     """
 
@@ -94,6 +95,7 @@ class RunHistory:
         self.step_files, self.rollouts, self.groups = log.step_files(), dict[int, Counter[str]](), Groups()
         self._count(log.settled())
         self.ledger, self.pushes, self.shortages = log.ledger(), log.pushes(), log.shortages()
+        self.data_files = log.data_files()
         self.config: Config | None = None
         try:
             self.config = read_config(run_dir / CONFIG_NAME)

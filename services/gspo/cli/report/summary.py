@@ -122,6 +122,7 @@ def notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         *([f"Tokens: {history.ledger.warning}."] if history.ledger and history.ledger.warning else []),
         *_mismatch_notes(history),
         *([f"Memory: {shortage}."] if (shortage := shortage_line(history.shortages)) else []),
+        *(f"After step {start.step}: {text}." for start in history.data_files for text in start.changes),
         *_log_notes(history),
         *history.problems,
     ]

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from gspo.cli.rundir.data_record import check_unchanged, digests_of, write_record
 from gspo.cli.rundir.user_config import UserConfig, read_user_config
 from gspo.common.config.loading import (
     CONFIG_NAME,
@@ -32,6 +33,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
 from gspo.common.host.machine import describe_device
 from gspo.common.streams.entries import word_of
+from gspo.runlog.data_files import DATA_FILES, Digests
 from gspo.runlog.run_log import LOG_FOLDER, LOSS_NAME, RunLog
 from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 
@@ -49,7 +51,7 @@ _START_LEFTOVERS = (
     *(LOG_FOLDER, "checkpoints", "candidates", "best", "export"),
     *("tracking", "tensorboard", "wandb"),
     LOSS_NAME,
-    *("redis", "epoch", "lock"),
+    *("redis", "epoch", "lock", DATA_FILES),
 )
 
 
@@ -62,6 +64,8 @@ class RunStart:
         clear: Whether the directory holds files of an earlier start that trained nothing.
         finished: Why the run completed, if no changed key lets it continue; else empty.
         leave_out: A step that failed, and is left out.
+        digests: Of the data files, by keys and paths; None where a start has no record of them.
+        data_changes: The accepted changes of their contents, a sentence each.
         from_device: The values of a new run that follow from the device, in one line; empty if there are none.
     """
 
@@ -73,6 +77,8 @@ class RunStart:
     finished: str = ""
     leave_out: int | None = None
     from_device: str = ""
+    digests: Digests | None = None
+    data_changes: tuple[str, ...] = ()
 
 
 def decide_start(target: Path, *, resume: bool, leave_out: int | None = None) -> RunStart:
@@ -88,12 +94,25 @@ def decide_start(target: Path, *, resume: bool, leave_out: int | None = None) ->
     """
     if leave_out is not None and not resume:
         raise InputError("--leave-out", "is for a step of a run that has trained", "Add --resume")
-    start = _decide_start(target, resume=resume)
+    start = with_data(_decide_start(target, resume=resume))
     if leave_out is None:
         return start
     if reason := RunLog(start.run_dir).why_not_left_out(leave_out):
         raise InputError("--leave-out", reason, "Resume without it")
     return replace(start, leave_out=leave_out)
+
+
+def with_data(start: RunStart) -> RunStart:
+    """The start with the digests of its data files; nothing is read for a run that has finished.
+
+    Raises:
+        InputError: They have other contents than the run's, and the configuration does not accept that.
+    """
+    if start.finished:
+        return start
+    digests = digests_of(start.config)
+    changes = check_unchanged(start.run_dir, start.config, digests) if start.resume else ()
+    return replace(start, digests=digests, data_changes=changes)
 
 
 def how_to_recover(run_dir: Path, step: int | None) -> str:
@@ -262,7 +281,9 @@ def prepare(start: RunStart) -> list[str]:
     before = json.loads(path.read_text()) if start.resume and path.exists() else now
     path.write_text(json.dumps(now, indent=2) + "\n")
     write_draft(start).replace(run_dir / CONFIG_NAME)
-    notes = [f"changed on resume: {change}" for change in start.changes]
+    notes = [f"changed on resume: {change}" for change in (*start.changes, *start.data_changes)]
+    if start.digests is not None:
+        write_record(run_dir, start.digests, start.data_changes)
     if differences := [
         f"{key} was {before.get(key)} and is now {now[key]}" for key in now if now[key] != before.get(key)
     ]:

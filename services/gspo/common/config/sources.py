@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from gspo.common.config.engines import SamplingConfig
-from gspo.common.config.fields import FilePaths, RunName, Section
+from gspo.common.config.fields import ON_RESUME, FilePaths, RunName, Section
 from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
 from gspo.common.data.column_types import ColumnType
@@ -74,6 +74,12 @@ class DataConfig(Section):
         {},
         description="Types of columns by their names, for example of numbers in CSV: text, number, boolean, json, "
         "base64 (bytes as text), or omit",
+    )
+    changed_files: Literal["refuse", "accept"] = Field(
+        "refuse",
+        description="A resume whose data files have other contents than at the last start: refuse it, or accept it "
+        "with a note in the report",
+        json_schema_extra=ON_RESUME,
     )
     on_long_prompt: Literal["error", "skip", "truncate"] = Field(
         "error", description="Action for a prompt longer than algorithm.prompt_length; truncate keeps its end"
