@@ -26,6 +26,7 @@ from gspo.learner.loop import Learner
 from gspo.learner.push.copy_memory import CopyMemory
 from gspo.learner.push.shifts import LearnerShifts, ShiftStoppedError
 from gspo.learner.recovery import compare_with_files, recover
+from gspo.learner.run_end import RunEndCondition
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.trackers import Trackers
@@ -85,6 +86,8 @@ class _Startup:
         config, run_dir, leave_out = service.config, self._run_dir, service.options.leave_out
         if leave_out is not None:
             await asyncio.to_thread(run_dir.leave_out, leave_out)
+        if not RunEndCondition(config.run).reason(run_dir.last_step, run_dir.trained_s):
+            await asyncio.to_thread(run_dir.reopen_unused)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         try:
             model = model_folder(config.model)

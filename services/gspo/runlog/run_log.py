@@ -29,6 +29,8 @@ LOG_FOLDER = "log"
 LOSS_NAME = "loss.py"
 METRICS, EVALUATIONS, VERSIONS = "metrics.jsonl", "evaluations.jsonl", "policy.jsonl"
 SETTLED, NOT_APPLIED = "settled.jsonl", "not_applied.jsonl"
+# Settlements: of a group that was open at the end of the run, and of such a one when the run continues.
+UNUSED, REOPENED = "unused", "reopened"
 # In a replay's folder: the policy versions of its run.
 REPLAYED_VERSIONS = "recorded.jsonl"
 
@@ -136,9 +138,11 @@ class VersionRecord(LogLine):
 
 
 class SettledRecord(LogLine):
-    """A group that ended: a line of settled.jsonl.
+    """A group that ended, or came open again: a line of settled.jsonl.
 
     Attributes:
+        settlement: How it ended. REOPENED takes back the line before: the end of the run had left the group over, and
+            the run continues.
         response_tokens: Sampled tokens of each of its rollouts, where the group was too old.
         step: The step that trained it, or the last one that was logged before it ended otherwise.
         rewards_differ: Whether its counted rewards differ; None where it failed or was never scored.
@@ -184,7 +188,7 @@ class RunLog:
 
     def settled(self) -> list[SettledRecord]:
         """The groups that ended, in the order of the file: trained ones only where their step file was removed."""
-        return self._read(SETTLED, SettledRecord.model_validate)
+        return in_effect(self._read(SETTLED, SettledRecord.model_validate))
 
     def ledger(self) -> TokenLedger | None:
         """The token ledger by its last records; None without a record."""
@@ -240,6 +244,21 @@ class RunLog:
         result = read_records(self.folder / name, parse)
         self._num_broken[name] = len(result.broken)
         return result.records
+
+
+def in_effect(records: Iterable[SettledRecord]) -> list[SettledRecord]:
+    """The records without those that a later one takes back."""
+    kept: list[SettledRecord | None] = []
+    unused: dict[int, int] = {}
+    for record in records:
+        if record.settlement == REOPENED:
+            if (place := unused.pop(record.group, None)) is not None:
+                kept[place] = None
+            continue
+        if record.settlement == UNUSED:
+            unused[record.group] = len(kept)
+        kept.append(record)
+    return [record for record in kept if record is not None]
 
 
 def best_evaluated(

@@ -136,7 +136,7 @@ async def test_a_stop_while_a_generator_keeps_the_cards_ends_as_stopped_and_a_re
     assert [line["version"] for line in lines(config, "policy.jsonl")] == [0, 1]
 
 
-async def test_groups_left_open_at_the_end_are_unused_and_a_failed_group_has_its_reason(
+async def test_groups_left_open_at_the_end_are_unused_until_a_resume_and_a_failed_group_has_its_reason(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_of(tmp_path, run={"total_steps": 1})
@@ -161,6 +161,17 @@ async def test_groups_left_open_at_the_end_are_unused_and_a_failed_group_has_its
     assert {group for group, (how, _) in settled.items() if how == "unused"} == {7, 8}
     assert lines(config, "ledger.jsonl")[-1]["tokens"]["in_flight"] == 5
     assert await redis.hkeys(keys.rollout_tokens) == [b"3-9"]
+    # A resume with more steps takes them back, and trains them.
+    config = run_of(tmp_path, run={"total_steps": 2})
+    with service_process("learner", config, redis_url, "--resume") as process:
+        instance = await registered(process, redis, keys, "learner")
+        async with open_channel(instance.grpc) as channel:
+            progress = await LearnerStub(channel).Progress(ProgressRequest(), timeout=5)
+        assert [(r.first, r.last) for r in progress.settled] == [(0, 6)]
+        await feeder.feed(range(7, 11), 1)
+        assert (await feeder.event("training_done", num=2)).training_done.step == 2
+        await Events(redis, keys, "coordinator").send(Event(finished=Finished(reason="done")))
+    assert set(pq.read_table(config.run_dir / "log/step-000002.parquet")["group"].to_pylist()) == {7, 8, 9, 10}
 
 
 async def test_a_reward_that_always_fails_ends_the_run_with_its_reason(

@@ -32,6 +32,7 @@ from gspo.runlog.run_log import (
     LOG_FOLDER,
     METRICS,
     NOT_APPLIED,
+    REOPENED,
     SETTLED,
     VERSIONS,
     EvaluationRecord,
@@ -39,6 +40,7 @@ from gspo.runlog.run_log import (
     SettledRecord,
     StepRecord,
     VersionRecord,
+    in_effect,
     version_scores,
 )
 from gspo.runlog.token_ledger import LEDGER, LedgerRecord
@@ -70,6 +72,7 @@ class RunDir:
         epoch: Of this start, from 1.
         settlements: How groups have ended.
         results: Whether the rewards of these groups differed, in the order of the log.
+        last_step: The last logged one; 0 before the first.
         versions: The newest record of each policy version.
         left_out: The steps that a replay passes over.
         evaluations: Label of each recorded evaluation -> its number of prompts, in the order of recording.
@@ -99,7 +102,7 @@ class RunDir:
             # Trained groups whose step file was removed.
             self._trained_lines: set[int] = set()
             self.settlements, self.results = self._read_settlements()
-            self._last_step = max(self.steplog.steps(), default=0)
+            self.last_step = max(self.steplog.steps(), default=0)
             self.versions = {v.version: v for v in self._lines[VERSIONS].records(PolicyVersion.model_validate)}
             steps = self._lines[METRICS].records(StepRecord.model_validate)
             self._measured_steps = {record.step for record in steps}
@@ -139,7 +142,7 @@ class RunDir:
             raise ValueError(f"rows of step {sorted(others)} cannot be logged as step {step}")
         self._refuse_settled(groups)
         self.steplog.write(step, rows)
-        self._last_step = step
+        self.last_step = step
         for group in groups:
             self.settlements.add(group, GroupEnding.TRAINED)
         self.results.add(rewards_differ((row.group, row.reward, row.skipped) for row in rows).items())
@@ -158,7 +161,7 @@ class RunDir:
 
     def last_rows(self) -> list[Row]:
         """The rows of the last logged step; none before the first."""
-        return self.steplog.read(self._last_step) if self._last_step else []
+        return self.steplog.read(self.last_step) if self.last_step else []
 
     def append_pushes(self, records: Iterable[PushRecord]) -> None:
         """Record pushes of policy versions; on the disk when this returns."""
@@ -189,10 +192,22 @@ class RunDir:
             ValueError: One of them has ended before; nothing is written then.
         """
         self._refuse_settled([settled.group for settled in groups])
-        self._append_settled((self._last_step, settled) for settled in groups)
+        self._append_settled((self.last_step, settled) for settled in groups)
         for settled in groups:
             self.settlements.add(settled.group, settled.settlement)
         self.results.add((settled.group, settled.rewards_differ) for settled in groups)
+
+    def reopen_unused(self) -> None:
+        """Take back the end of the groups that an earlier end of the run left over; on the disk when this returns.
+
+        They were the last ones to end, so the result of no other group changes its place. Their prompts come next.
+        """
+        unused = [group for group, ending in self.settlements.items() if ending is GroupEnding.UNUSED]
+        if not unused:
+            return
+        line = {"settlement": REOPENED, "reason": "the run continues", "step": self.last_step, "unix_s": time.time()}
+        self._lines[SETTLED].append({"group": group, **line} for group in unused)
+        self.settlements, self.results = self._read_settlements()
 
     def append_version(
         self, version: int, digest: str, dtype: str, hyperparameters: dict[str, bool | int | float] | None = None
@@ -295,7 +310,7 @@ class RunDir:
         settlements, results = Settlements(), GroupResults()
         # By step; then 0 and the group's number for the trained ones, 1 and the order of the file for the others.
         ordered: list[tuple[tuple[int, int, int], int, bool | None]] = []
-        for line, record in enumerate(self._lines[SETTLED].records(SettledRecord.model_validate)):
+        for line, record in enumerate(in_effect(self._lines[SETTLED].records(SettledRecord.model_validate))):
             ending = GroupEnding(record.settlement)
             settlements.add(record.group, ending)
             is_trained = ending is GroupEnding.TRAINED

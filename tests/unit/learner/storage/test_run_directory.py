@@ -18,6 +18,7 @@ from gspo.common.errors import InputError
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import PolicyVersion, RunDir
+from gspo.runlog.run_log import RunLog
 from gspo_proto.learner_pb2 import REWARD_SPREAD_DIFFERENT, REWARD_SPREAD_EQUAL, REWARD_SPREAD_UNSPECIFIED
 from gspo_proto.rollout_pb2 import EvaluationDone
 
@@ -198,6 +199,30 @@ def test_settlements_are_counted_found_and_kept(tmp_path: Path, rows) -> None:
         (2, "failed", "hangs"),
         (5, "stale", "old"),
         (6, "unused", "the run ended"),
+    ]
+
+
+def test_unused_groups_are_open_again_once_the_run_continues(tmp_path: Path, rows) -> None:
+    def results(run: RunDir) -> list[int]:
+        return list(run.results.page("run", 0).groups)
+
+    with RunDir(tmp_path) as run:
+        run.write_step(1, rows(1, 0, 1))
+        run.settle([EndedGroup(3, GroupEnding.FAILED, "hangs")])
+        run.settle([EndedGroup(2, GroupEnding.UNUSED, "the run ended"), EndedGroup(4, GroupEnding.UNUSED, "same")])
+        assert results(run) == [0, 1, 3, 2, 4]
+        run.reopen_unused()
+        assert (run.settlements.ranges(), results(run)) == ([(0, 1), (3, 3)], [0, 1, 3])
+    with RunDir(tmp_path) as run:
+        assert (run.settlements.ranges(), results(run)) == ([(0, 1), (3, 3)], [0, 1, 3])
+        run.write_step(2, rows(2, 2))
+        run.settle([EndedGroup(4, GroupEnding.UNUSED, "the run ended again")])
+    with RunDir(tmp_path) as run:
+        assert run.settlements.counts() == {"trained": 3, "filtered": 0, "stale": 0, "failed": 1, "unused": 1}
+        assert results(run) == [0, 1, 3, 2, 4]
+    assert [(record.group, record.reason) for record in RunLog(tmp_path).settled()] == [
+        (3, "hangs"),
+        (4, "the run ended again"),
     ]
 
 
