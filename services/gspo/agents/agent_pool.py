@@ -15,14 +15,15 @@ from gspo.agents.player.task import Task
 from gspo.agents.relay import Dial
 from gspo.agents.worker import AgentFailedError, RolloutLostError
 from gspo.common.config.gateway import AgentConfig
+from gspo.common.network.accepting import RESERVED_DESCRIPTORS
 from gspo.common.telemetry import metrics
 from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.memory_watch import MemoryWatch
 
 # A sandbox that has just failed to start may fail again: the rollout goes back, and costs an attempt.
 _PAUSE_S = 1.0
-# Of the service itself; and of a sandbox: its sockets and pipes.
-_OWN_DESCRIPTORS, _DESCRIPTORS_OF_A_SANDBOX = 128, 12
+# Its own sockets and pipes.
+_DESCRIPTORS_OF_A_SANDBOX = 12
 _MAX_CONNECTIONS = 64
 log = structlog.get_logger()
 
@@ -44,7 +45,7 @@ class AgentPool:
         self._config = config
         num_cores = os.cpu_count() or 1
         num_sandboxes = config.workers + min(config.workers, num_cores)
-        max_connections = _connections_each(num_sandboxes)
+        max_connections = connections_each(num_sandboxes)
         watch = MemoryWatch()
         self.sandboxes = [AgentSandbox(config, level, gateway, watch, max_connections) for _ in range(num_sandboxes)]
         self.num_playing = 0
@@ -104,8 +105,10 @@ class AgentPool:
         return reward
 
 
-def _connections_each(num_sandboxes: int) -> int:
+def connections_each(num_sandboxes: int) -> int:
     """Connections of one sandbox, such that all sandboxes together leave the process descriptors for its own work."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    free = limit - _OWN_DESCRIPTORS - _DESCRIPTORS_OF_A_SANDBOX * num_sandboxes
+    if limit == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    free = limit - RESERVED_DESCRIPTORS - _DESCRIPTORS_OF_A_SANDBOX * num_sandboxes
     return max(1, min(_MAX_CONNECTIONS, free // (2 * num_sandboxes)))  # each has two ends

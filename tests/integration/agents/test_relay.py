@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from functools import partial
 
 import pytest
 
+from gspo.agents.agent_pool import connections_each
 from gspo.agents.relay import Dial, Relay
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_sandboxes", "num"),
+    [(resource.RLIM_INFINITY, 100, 64), (65_536, 100, 64), (1024, 10, 32), (256, 10, 1)],
+)
+async def test_connections_of_all_sandboxes_leave_descriptors_to_the_service(
+    limit: int, num_sandboxes: int, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _what: (limit, limit))
+    assert connections_each(num_sandboxes) == num
 
 
 async def test_as_many_connections_as_it_may_have_are_served_side_by_side() -> None:

@@ -26,6 +26,7 @@ from gspo.common.config.reward import EnvironmentConfig, RewardConfig
 from gspo.common.config.sources import Source, remote_environments
 from gspo.common.network.environment_server import ServerTroubleError, ServerTurn, SessionServer
 from gspo.common.network.openenv_server import session_server
+from gspo.common.plain_json import whole_text
 from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.generation.rollout.session_record import SessionRecord
@@ -219,7 +220,7 @@ class RemoteEnvironment:
             tried_s = time.monotonic()
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await ask()
+                    return await self._answered(ask)
             except TimeoutError:
                 text = f"{self._config.place} gave no answer to a {what} within {timeout_s:g} s"
                 raise ServerTroubleError("timeout", f"{text} (environment.step_timeout_s)") from None
@@ -236,6 +237,17 @@ class RemoteEnvironment:
                 wait_s, pause_s = _spread(pause_s, 2.0), min(2 * pause_s, _LONGEST_PAUSE_S)
                 self._check_patience(problem, time.monotonic() + wait_s - unreached_s, "reach_timeout_s")
             await asyncio.sleep(wait_s)
+
+    async def _answered(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The server's answer. An exception of a library that reads it is a trouble of this rollout alone."""
+        try:
+            return await ask()
+        except (ServerTroubleError, TimeoutError):
+            raise
+        except Exception as error:
+            log.warning("environment_answer_unread", server=self._config.place, exc_info=error)
+            text = f"{self._config.place} gave an answer that cannot be read ({type(error).__name__}: {error})"
+            raise ServerTroubleError("exception", str(whole_text(text))) from error
 
     def _check_patience(self, problem: ServerTroubleError, waited_s: float, key: str) -> None:
         """Log the wait now and then; one that would be longer than its key allows is a failure."""
@@ -265,7 +277,7 @@ class RemoteEnvironment:
             await asyncio.sleep(self._config.ping_every_s)
             try:
                 async with asyncio.timeout(_SHORT_TIMEOUT_S):
-                    await self._server.num_steps(session)
+                    await self._answered(partial(self._server.num_steps, session))
             except (ServerTroubleError, TimeoutError) as error:
                 log.debug("environment_ping_failed", session=session, reason=str(error))  # the next step has the reason
                 if isinstance(error, ServerTroubleError) and error.kind == "session_lost":
@@ -291,7 +303,7 @@ class RemoteEnvironment:
         for pause_s in _CLOSE_PAUSES_S:
             try:
                 async with asyncio.timeout(_SHORT_TIMEOUT_S):
-                    await self._server.close(session)
+                    await self._answered(partial(self._server.close, session))
                 return
             except (ServerTroubleError, TimeoutError) as error:
                 reason = str(error)

@@ -1,6 +1,7 @@
 """A server that breaks a rule of MCP, by the kind that is its argument."""
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 KIND = sys.argv[1]
+RANDOM = random.Random(sys.argv[2] if len(sys.argv) > 2 else 0)  # noqa: S311 - a case is found again by its seed
 # In a session of its own, and with no end by itself.
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -49,6 +51,22 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_anything(number: int) -> None:
+    """Write a line of random values, in the form of an answer or in none."""
+    values = ['"\\ud83d"', "NaN", "1e400", "null", "[" * 900 + "]" * 900, "{}", '"x"', "1" * 5000, "true"]
+    a, b, c = (RANDOM.choice(values) for _ in range(3))
+    number_or_value = RANDOM.choice([str(number), a])
+    content = RANDOM.choice(
+        [f'{{"content": [{{"type": "text", "text": {b}}}], "isError": {c}}}', f'{{"content": {b}}}', b]
+    )
+    part = RANDOM.choice(
+        [f'"result": {content}', f'"error": {{"code": {b}, "message": {c}}}', f'"method": {b}, "params": {c}']
+    )
+    line = f'{{"jsonrpc": "2.0", "id": {number_or_value}, {part}}}'
+    sys.stdout.buffer.write(RANDOM.choice([line.encode(), RANDOM.randbytes(50), line[:20].encode()]) + b"\n")
+    sys.stdout.flush()
+
+
 def answer(message: dict[str, Any], result: dict[str, Any]) -> None:
     """Answer a request."""
     write(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}))
@@ -62,6 +80,10 @@ def call(message: dict[str, Any]) -> None:
             sys.stdout.write("x" * 2**20)
     if KIND == "noisy":
         write("a library prints this")
+    if KIND == "random":
+        for _ in range(3):
+            write_anything(message["id"])
+        return
     if KIND in FILLERS:
         for _ in range(8):
             subprocess.Popen([sys.executable, "-c", FILLERS[KIND]], start_new_session=True)
