@@ -50,8 +50,8 @@ def _started() -> dict[tuple[str, str], Future[subprocess.CompletedProcess[str]]
     return started
 
 
-def _run(level: str, user: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.support.sandbox_attacks", level, user]
+def _run(*words: str, program: str = "sandbox_attacks") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"tests.support.{program}", *words]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}:{ROOT / 'services'}"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
@@ -91,3 +91,13 @@ def test_a_level_has_the_parts_of_its_name(contained: dict[str, Any], request: p
     assert ("namespaces user mnt pid net ipc" in parts) is wrapped
     if wrapped and "root" in request.node.name:
         assert "a user of its own" in parts
+
+
+def test_without_landlock_no_session_reaches_into_another() -> None:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed: deploy/setup.sh does that for root")
+    done = _run(program="sandbox.without_landlock")
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert not any(part.startswith("Landlock") for part in outcomes["parts"])
+    assert [outcomes[name]["values"] for name in ("attack", "victim")] == [[1.0, 2.0]] * 2, outcomes["attack"]["text"]

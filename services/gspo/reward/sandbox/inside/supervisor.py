@@ -155,6 +155,8 @@ class SandboxSupervisor:
             self._rules.apply(folder)
             task = self._task
             confine.limit(confine.WorkerBounds(memory, task["file_bytes"], task["num_files"], task["num_tasks"]))
+            if not self._rules.abi:
+                confine.hide()  # Landlock keeps other workers out, which have the same user
             if self._program:
                 confine.load_filter(self._program)
             sys.stdout, sys.stderr = _text_to(1), _text_to(2)
