@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import cast
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI, Request
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
@@ -18,14 +18,16 @@ from vllm.entrypoints.openai.completion import api_router as completions
 from vllm.entrypoints.openai.models import api_router as models
 from vllm.entrypoints.openai.responses import api_router as responses
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from gspo.common.config.engines import LEAST_TEMPERATURE
 from gspo.common.config.schema import Config
 from gspo.common.network.http_server import ASGIApp, BoundedBodies, Message, Receive, Scope, Send
 from gspo.common.service.app import Service
 from gspo.gateway.generators import Generators
 from gspo.gateway.policy_client import PolicyClient, versions_of_answer
-from gspo.gateway.sessions.recorder import Recorder
+from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
 from gspo.gateway.sessions.session_store import Session, SessionStore
 from gspo.gateway.sessions.task_api import CallerKeys, task_routes
 
@@ -44,7 +46,7 @@ async def chat_api(service: Service, folder: Path, generators: Generators, store
     config = service.config
     arguments = _arguments(config, folder)
     client = PolicyClient(_vllm_config(config, folder), generators, config.gateway.request_timeout_s)
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(_refuse_changed)])
     await init_app_state(cast("EngineClient", client), app.state, arguments, ("generate",))
     for api in (chat, completions, responses, messages, models):
         api.attach_router(app)
@@ -86,6 +88,25 @@ def _vllm_config(config: Config, folder: Path) -> VllmConfig:
         model_config=arguments.create_model_config(),
         structured_outputs_config=arguments.create_structured_outputs_config(),
     )
+
+
+async def _refuse_changed(request: Request) -> None:
+    """Refuse a temperature that vLLM would replace; under agent.sampling: run the run's is used in any case.
+
+    Raises:
+        VLLMValidationError: It is above 0 and below the least one.
+    """
+    recorder = recorder_of_request.get()
+    if request.method != "POST" or (recorder is not None and recorder.config.agent.sampling == "run"):
+        return
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):  # vLLM's route says why
+        return
+    temperature = body.get("temperature") if isinstance(body, dict) else None
+    if isinstance(temperature, int | float) and 0 < temperature < LEAST_TEMPERATURE:
+        rule = f"temperature {temperature:g} is below {LEAST_TEMPERATURE}, the least above 0. Set 0 for greedy answers"
+        raise VLLMValidationError(rule, parameter="temperature")
 
 
 class _WithVersion:

@@ -652,6 +652,7 @@ async def test_what_has_no_log_probs_is_refused_and_evaluations_keep_their_tempe
         worker = await run.lease()
         for keys, problem in (
             ({"temperature": 0.0}, "agent.sampling: run"),
+            ({"temperature": 0.005}, "temperature 0.005 is below 0.01"),
             ({"temperature": 1.0, "top_p": 0.9}, "top_p cuts the distribution"),
             ({"temperature": 1.0, "extra_body": {"top_k": 5}}, "top_k cuts the distribution"),
             ({"temperature": 1.0, "extra_body": {"min_p": 0.1}}, "min_p cuts the distribution"),

@@ -143,6 +143,7 @@ async def test_without_a_generator_the_client_gets_an_error_of_its_own_kind(
         ({"messages": [{"role": "user", "content": "x" * 900}]}, "512"),
         ({"messages": []}, "empty conversation"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 0.005}, "temperature 0.005 is below 0.01, the least above 0"),
     ],
 )
 async def test_what_generators_do_not_take_is_refused(gateway: Gateway, keys: dict[str, Any], message: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
 
 from gspo.common.config.fields import FIXED, ON_GPUS, ON_RESUME, FilePath, FreeMapping, Section
 
@@ -14,19 +14,24 @@ MICRO_BATCH_TOKENS = 2048
 MISMATCH_EVERY = 50
 # vLLM checks no more at a time.
 MOST_DRAFT_TOKENS = 128
+# vLLM samples at 0.01 where it is asked for less, and refuses more than 2.
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)]
+# vLLM refuses an empty one.
+StopString = Annotated[str, StringConstraints(min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class SamplingConfig(Section):
     """How rollouts are sampled."""
 
-    temperature: PositiveFloat = Field(
+    temperature: Temperature = Field(
         1.0, description="Training and sampled evaluation; the learner's log-probs use it too"
     )
     top_p: float = Field(1.0, description="Off (1) for training: a cut distribution biases the ratio")
     top_k: int = Field(0, description="Off (0) for training")
     min_p: float = Field(0.0, description="Off (0) for training")
-    stop: tuple[str, ...] = Field((), description="Strings that end an answer; their tokens are the policy's")
+    stop: tuple[StopString, ...] = Field((), description="Strings that end an answer; their tokens are the policy's")
 
     @model_validator(mode="after")
     def _full_distribution(self) -> SamplingConfig:

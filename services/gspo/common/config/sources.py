@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from gspo.common.config.engines import SamplingConfig
+from gspo.common.config.engines import SamplingConfig, StopString, Temperature
 from gspo.common.config.fields import ON_RESUME, FilePaths, RunName, Section
 from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
@@ -47,8 +47,10 @@ class SourceConfig(Section):
     environment: EnvironmentConfig | None = Field(
         None, description="Environment of its conversations; the section environment by default, {} for none"
     )
-    stop: tuple[str, ...] | None = Field(None, description="Strings that end its answers; sampling.stop by default")
-    temperature: PositiveFloat | None = Field(
+    stop: tuple[StopString, ...] | None = Field(
+        None, description="Strings that end its answers; sampling.stop by default"
+    )
+    temperature: Temperature | None = Field(
         None, description="Temperature of its answers, and of the learner's log-probs; sampling.temperature by default"
     )
 

@@ -6,18 +6,28 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import lru_cache
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
+from gspo.common.config.engines import LEAST_TEMPERATURE
 from gspo.generation.engine.api import Completion, Drafts, EngineSampling, Finish
 
+# Messages carry float32.
+_LEAST_TEMPERATURE = float(np.float32(LEAST_TEMPERATURE))
 _FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 @lru_cache(maxsize=64)
 def sampling_params(sampling: EngineSampling) -> SamplingParams:
-    """vLLM's parameters of a request."""
+    """vLLM's parameters of a request.
+
+    Raises:
+        ValueError: vLLM refuses a value, or would sample at another temperature.
+    """
+    if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+        raise ValueError(f"temperature {sampling.temperature:g} is below {LEAST_TEMPERATURE}, vLLM's least above 0")
     return SamplingParams(
         **asdict(sampling) | {"stop": list(sampling.stop)},
         # Exactly the sampled token's log-prob, in one flat list instead of an object a token.

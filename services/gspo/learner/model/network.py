@@ -297,8 +297,12 @@ def _from_pretrained(
         stored: The dtype of the linear layers and experts; every other weight is float32.
     """
     facts = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code).get_text_config()
+    # Ids of the parameters with NaN or infinity -> which of the two.
+    not_finite: dict[int, str] = {}
 
     def keep(module: nn.Module, weight: nn.Parameter) -> None:
+        if not weight.isfinite().all():
+            not_finite[id(weight)] = "NaN" if weight.isnan().any() else "infinity"
         is_vocabulary = weight.shape[:1] == (facts.vocab_size,)
         if is_product(module, weight, facts.vocab_size):
             weight.data = weight.data.to(stored)
@@ -323,10 +327,20 @@ def _from_pretrained(
         return _from_pretrained(folder, config, OWN_ATTENTION, spreading, stored)
     if missing := sorted(report["missing_keys"]):
         raise InputError("model.path", f"{folder} lacks {len(missing)} weights, such as {missing[0]}", "Copy it again")
+    _refuse_not_finite(causal_lm, folder, not_finite)
     if spreading:
         spreading.spread(list(causal_lm.parameters()))
         causal_lm.to(spreading.device)
     return causal_lm
+
+
+def _refuse_not_finite(causal_lm: PreTrainedModel, folder: Path, values: dict[int, str]) -> None:
+    """Refuse a checkpoint whose parameters hold such values; the tests of the architecture would blame that one."""
+    names = {name: values[id(weight)] for name, weight in causal_lm.named_parameters() if id(weight) in values}
+    for name, value in names.items():
+        more = f", and {len(names) - 1} more tensors have such values" if len(names) > 1 else ""
+        rule = f"{folder} has {value} in {name}{more}"
+        raise InputError("model.path", rule, "Give a checkpoint of finite weights: its training may have diverged")
 
 
 def is_product(module: nn.Module, weight: nn.Parameter, vocabulary: int) -> bool:

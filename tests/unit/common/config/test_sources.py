@@ -93,6 +93,9 @@ def test_an_empty_environment_is_none() -> None:
         (({**SUM, "stop": []},), {"sampling": {"stop": ["."]}}, r"sampling.stop: has no effect"),
         (({**SUM, "temperature": 0.7},), {"sampling": {"temperature": 0.5}}, r"sampling.temperature: has no effect"),
         (({**SUM, "temperature": 0},), {}, r"data.sources.0.temperature: 0 is not allowed"),
+        (({**SUM, "temperature": 0.005},), {}, r"data.sources.0.temperature: 0.005 is not allowed.*0.01"),
+        ((SUM,), {"sampling": {"temperature": 2.5}}, r"sampling.temperature: 2.5 is not allowed.*2"),
+        ((SUM,), {"sampling": {"stop": [""]}}, r"sampling.stop.0: '' is not allowed"),
         (
             (SUM, {**SUM, "name": "b", "temperature": 0.7}),
             {"teacher": {"address": "http://t:1", "model": "t"}},
