@@ -44,9 +44,10 @@ def check(config: Config) -> None:
 
 
 def _warn_of_overlap(trained_on: set[int], held_out: PromptSet) -> None:
-    num_common = sum(hash(text) in trained_on for text in held_out.texts())
-    if num_common:
+    common = [number for number, text in enumerate(held_out.texts()) if hash(text) in trained_on]
+    if common:
         warn(
-            f"{held_out.key}: {num_common} of {len(held_out)} held-out prompts are also training prompts; "
-            "the evaluation would measure memorised answers. Take them out of one of the two files"
+            f"{held_out.key}: {len(common)} of {len(held_out)} held-out prompts are also training prompts, the first "
+            f"in {held_out.place(common[0])}; the evaluation would measure memorised answers. Take them out of one of the "
+            "two files"
         )

@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from gspo.common.config.reward import EnvironmentConfig, RewardFunction
 from gspo.common.config.schema import Config
 from gspo.common.config.sources import Source
-from gspo.common.data.column_survey import ColumnSurvey, RowTally, short_place
+from gspo.common.data.column_survey import AnswerConflicts, ColumnSurvey, RowTally, short_place
 from gspo.common.data.row_reader import RowReader
 from gspo.common.data.task_row import check_names, split_row
 from gspo.common.errors import InputError, nearest, warn
@@ -132,16 +132,21 @@ def _read_data(config: Config, source: Source) -> dict[str, _Data]:
 
 def _read(key: str, paths: Sequence[Path], source: Source) -> _Data:
     survey, unanswered, prompts = ColumnSurvey(), RowTally(), list[dict[str, Any]]()
-    reader = RowReader(key, paths, source.types, types_key=source.types_key)
+    reader, conflicts = RowReader(key, paths, source.types, types_key=source.types_key), AnswerConflicts()
     for row in survey.watch(reader):
         if len(prompts) < NUM_TRIALS:
             prompts.append(row.columns)
-        if right_answer(split_row(row.columns, source)[1]) is None:
+        prompt, columns = split_row(row.columns, source)
+        if (answer := right_answer(columns)) is None:
             unanswered.add(short_place(row))
+        else:
+            conflicts.see(prompt, answer, row)
     names = list(survey.columns)
     check_names(names, source, ", ".join(map(str, paths)))
     for mistake in survey.mistakes(prompt_column=source.prompt_column):
         warn(f"{key}: {mistake}")
+    if conflicts.rows.count:
+        warn(f"{key}: one prompt has two right answers in {conflicts.rows}")
     empty = dict.fromkeys(names)
     # A column that a row leaves out is None in it.
     first = [prompt_of(*split_row({**empty, **columns}, source)) for columns in prompts]

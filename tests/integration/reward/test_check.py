@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,3 +175,31 @@ def test_the_command_line_exits_with_two(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: reward.functions.0: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_likely_mistakes_are_named_by_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    good = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
+    gaps = [{"prompt": "3+1=", "answer": "5"}, {"prompt": "50+1="}]
+    data = rows(tmp_path / "d.jsonl", *good, *gaps)
+    source = "def compute_score(solution_str, ground_truth): return 1.0"
+    check(run_with(tmp_path, source, data={"prompts": str(data)}))
+    gap, conflict, unanswered = capfd.readouterr().err.splitlines()
+    assert gap == "warning: data.prompts: column 'answer' has no value in d.jsonl, line 42"
+    assert conflict == "warning: data.prompts: one prompt has two right answers in d.jsonl, line 41 and 4"
+    assert re.search(r"there is no right answer for compute_score of .*r\.py in d\.jsonl, line 42 \(column", unanswered)
+
+
+def test_a_column_of_images_is_said_once_and_refused_where_a_function_takes_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    image = {"bytes": b"\x89PNG" * 99, "path": "a.png"}
+    table = pa.table({"prompt": ["a", "b"], "answer": ["1", "2"], "image": [image, image]})
+    pq.write_table(table, tmp_path / "d.parquet")
+    data: dict[str, Any] = {"prompts": str(tmp_path / "d.parquet")}
+    check(run_with(tmp_path, GOOD, data=data))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: data.prompts: column 'image' has images, which the policy does not see")
+    takes = "def reward(completions, image): return [float(len(one['bytes']) > 9) for one in image]"
+    with pytest.raises(InputError, match=r"column 'image', which reward of .*r.py asks for.*data.types.image: base64"):
+        check(run_with(tmp_path, takes, data=data))
+    check(run_with(tmp_path, takes, data={**data, "types": {"image": "base64"}}))

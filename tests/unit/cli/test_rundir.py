@@ -226,3 +226,9 @@ def test_a_run_without_a_record_of_its_data_gets_one(tmp_path: Path, raw_config:
         assert prepare(decide_start(file, resume=True)) == []
     (record,) = RunLog(run_dir).data_files()
     assert (record.step, record.digests) == (1, {"data.prompts": {str(tmp_path / "p.jsonl"): ""}})
+    raw_config["name"], raw_config["data"]["prompts"] = "cells", "p.csv"
+    run_dir = started(write(file, raw_config), trained=True).run_dir
+    (run_dir / "data_files.jsonl").unlink()
+    with lock_run_dir(run_dir):
+        (note,) = prepare(decide_start(file, resume=True))
+    assert note.endswith("p.csv: cells are text from now on, and data.types makes numbers of a column")

@@ -24,12 +24,17 @@ def digests_of(config: Config) -> dict[str, dict[str, str]]:
 def check_unchanged(run_dir: Path, config: Config, digests: Digests) -> tuple[str, ...]:
     """The accepted changes of contents since the last start of a run, a sentence each.
 
+    A run without a record was started when cells of CSV were numbers, where they looked so.
+
     Raises:
         InputError: Contents have changed, and data.changed_files does not accept it.
     """
     records = RunLog(run_dir).data_files()
     if not records:
-        return ()
+        cells = "cells are text from now on, and data.types makes numbers of a column"
+        return tuple(
+            f"{key}: {path}: {cells}" for key, files in digests.items() for path in files if path.endswith(".csv")
+        )
     changes = differences(records[-1].digests, digests)
     if changes and config.data.changed_files == "refuse":
         key, rule = next(iter(changes.items()))

@@ -5,6 +5,7 @@ It reads every row once and keeps counts with the first place of each.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -158,6 +159,26 @@ class ColumnSurvey:
                 f"column '{name}' seems to hold images, which the policy does not see; data.types.{name}: omit keeps "
                 "them out of the rollouts"
             )
+
+
+class AnswerConflicts:
+    """Rows whose prompt stands in an earlier row with another right answer.
+
+    Attributes:
+        rows: How many, with the places of the first such row and of the earlier one.
+    """
+
+    def __init__(self) -> None:
+        self.rows = RowTally()
+        # Hash of a prompt -> hash of its answer, and the number of the row.
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def see(self, prompt: Any, answer: Any, row: DataRow) -> None:
+        """Compare a row with those before."""
+        asked, answered = (hash(json.dumps(value, sort_keys=True)) for value in (prompt, answer))
+        earlier, number = self._seen.setdefault(asked, (answered, row.number))
+        if earlier != answered:
+            self.rows.add(f"{short_place(row)} and {number}")
 
 
 def short_place(row: DataRow) -> str:

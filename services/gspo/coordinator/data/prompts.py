@@ -94,6 +94,10 @@ class PromptSet:
         tokens = self._tokenise(texts, list(values))
         return [self._prompt(*parts) for parts in zip(values, texts, tokens, columns, strict=True)]
 
+    def place(self, number: int) -> str:
+        """File and line of a usable prompt."""
+        return self._rows.place(self._usable[number])
+
     def texts(self) -> Iterator[str]:
         """The text of every usable prompt, in the file's order; batch by batch."""
         for start in range(0, len(self), _BATCH):
