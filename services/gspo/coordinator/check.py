@@ -48,6 +48,6 @@ def _warn_of_overlap(trained_on: set[int], held_out: PromptSet) -> None:
     if common:
         warn(
             f"{held_out.key}: {len(common)} of {len(held_out)} held-out prompts are also training prompts, the first "
-            f"in {held_out.place(common[0])}; the evaluation would measure memorised answers. Take them out of one of the "
-            "two files"
+            f"in {held_out.place(common[0])}; the evaluation would measure memorised answers. Take them out of one of "
+            "the two files"
         )
