@@ -107,7 +107,9 @@ def _use(folder: Path, url: str) -> None:
     tried = gspo("try", "hostile", folder / "list.json", url=url)
     assert r"[/b]\x1b]0;" in tried and r"[/red]\x1b[2J" in tried and "\x1b" not in tried
     (folder / "none.jsonl").write_text("5\n")
-    assert "none.jsonl: holds no rows" in gspo("try", "hostile", folder / "none.jsonl", url=url, code=2)
+    assert "none.jsonl, line 1: is a number, and a row is an object" in gspo(
+        "try", "hostile", folder / "none.jsonl", url=url, code=2
+    )
     assert version[:12] in gspo("activate", "exact", version[:8], url=url)
     assert gspo("show", "exact", "--source", url=url) == better.read_text()
     assert version[:12] in gspo("show", "exact", url=url)
