@@ -51,6 +51,7 @@ from gspo.reward.sandbox.bubblewrap import (
     python_places,
     shown_paths,
     site_folders,
+    start_process,
     system_folders,
 )
 from gspo.reward.sandbox.inside import scratch
@@ -221,15 +222,13 @@ class AgentSandbox:
         python = [sys.executable, "-I", "-u", "-X", "utf8", "-c", program, str(there.fileno())]
         command = [*(self._bubblewrap(places, uid, folder) if self._wrapped else []), *python]
         with there:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = await start_process(
                 *command,
-                cwd="/",
                 env=self._environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(there.fileno(),),
-                start_new_session=True,
             )
         self._printing = asyncio.create_task(self._log_output(self._process))
         listen = self._inner_addresses() if self._wrapped else []

@@ -36,6 +36,7 @@ from gspo.reward.sandbox.bubblewrap import (
     new_uid,
     python_places,
     shown_paths,
+    start_process,
     system_folders,
 )
 from gspo.reward.sandbox.inside import scratch
@@ -100,15 +101,13 @@ class ServerProgram:
         places = [*python_places(), *reads]
         program = _PROGRAM.format(folder=str(INSIDE.parent))
         setup = json.dumps(self._setup(uid, places, reads))
-        self._process = await asyncio.create_subprocess_exec(
+        self._process = await start_process(
             *(_bubblewrap(places, uid) if self._wrapped else []),
             *(sys.executable, "-I", "-X", "utf8", "-c", program, setup),
-            cwd="/",
             env=self._environment(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
         )
         assert self._process.stdin and self._process.stdout and self._process.stderr  # noqa: S101 - pipes
         self._printing = asyncio.create_task(self._log_output(self._process.stderr))

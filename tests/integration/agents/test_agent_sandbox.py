@@ -376,3 +376,14 @@ async def test_memory_counts_below_a_process_alone() -> None:
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
     assert memory_below([]) == ({}, {})
+
+
+async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    path = agent_file(tmp_path, "async def play(task):\n    return 1.0\n")
+    async with pool(path=path) as (sandboxes, _):
+        for milliseconds in range(30):
+            starting = asyncio.create_task(sandboxes.sandboxes[0].start())
+            await asyncio.sleep(milliseconds / 2000)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+    await wait_until_none(str(path))

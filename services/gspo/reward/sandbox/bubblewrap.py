@@ -6,12 +6,16 @@ agents. It chooses nothing that only one of them may do.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import sys
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from gspo.reward.sandbox import inside
 
@@ -69,6 +73,30 @@ def new_namespaces(uid: int, *capabilities: str) -> list[str]:
     for name in capabilities:
         words += ["--cap-add", name]
     return words
+
+
+async def start_process(*command: str, **keys: Any) -> asyncio.subprocess.Process:
+    """Start the first process of a sandbox, in a session of its own. A cancellation ends the whole session.
+
+    asyncio would kill the first process alone. Another one of bubblewrap's waits for that, and would stay.
+
+    Args:
+        keys: Of asyncio.create_subprocess_exec.
+
+    Raises:
+        OSError: It does not start.
+    """
+    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, cwd="/", start_new_session=True, **keys))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.wait({starting})
+        if starting.exception() is None:
+            process = starting.result()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        raise
 
 
 def system_folders() -> list[str]:

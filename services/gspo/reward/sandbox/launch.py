@@ -28,6 +28,7 @@ from gspo.reward.sandbox.bubblewrap import (
     python_places,
     shown_paths,
     site_folders,
+    start_process,
     system_folders,
 )
 
@@ -119,15 +120,13 @@ async def start_supervisor(
     python = [sys.executable, "-I", "-X", "utf8", "-c", program]
     command = [*(_bubblewrap(places, uid, num_slots) if wrapped else []), *python, str(there.fileno())]
     try:
-        process = await asyncio.create_subprocess_exec(
+        process = await start_process(
             *command,
-            cwd="/",
             env=ENVIRONMENT,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             pass_fds=(there.fileno(),),
-            start_new_session=True,
         )
     finally:
         there.close()
