@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return WHOLE_RUN[0] if file in WHOLE_RUN else file
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """A test that logs half of a surrogate pair would end its worker, which sends reports as UTF-8."""
+    report = yield
+    return json.loads(json.dumps(report, ensure_ascii=False).encode(errors="replace"))
 
 
 @pytest.fixture(scope="module", autouse=True)
