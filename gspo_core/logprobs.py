@@ -79,21 +79,15 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_ND, weight_VD, target_N, entropy_N = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         products = Products(hidden_ND, weight_VD, ctx.temperature)
-        grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=products.dtype) if wants_weight else None
+        gradients = InputGradients(products, hidden_ND if wants_hidden else None, weight_VD if wants_weight else None)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for chunk, h_RD, dz_RV, blocks in _chunks(hidden_ND, products, ctx.chunk_size):
                 for rows, z_SV, logp_SV in blocks:
                     g_S1 = None if g_N is None else g_N[rows, None]
                     e_S1 = None if e_N is None else e_N[rows, None]
                     _replace_by_gradient(z_SV, logp_SV, target_N[rows, None], entropy_N[rows, None], g_S1, e_S1)
-                factor_RV = products.rounded(dz_RV)
-                if grad_hidden_ND is not None:
-                    grad_hidden_ND[chunk] = products.put(dz_RV.new_empty(h_RD.shape), factor_RV, products.weight_VD)
-                if grad_weight_VD is not None:
-                    products.put(grad_weight_VD, factor_RV.T, h_RD, beta=1)
-        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight, None, None, None
+                gradients.add(chunk, h_RD, products.rounded(dz_RV))
+        return gradients.hidden_ND, gradients.weight_VD, None, None, None
 
 
 def _replace_by_gradient(
@@ -147,6 +141,36 @@ class Products:
             yield rows, h_RD, self.put(z_buffer[: len(h_RD)], h_RD, self.weight_VD.T)
 
 
+class InputGradients:
+    """The gradients of states and output weight, from those of the logits of all rows, some rows at a time.
+
+    Args:
+        hidden_ND, weight_VD: The inputs; None for one without a gradient.
+
+    Attributes:
+        hidden_ND: Of the states; None without.
+    """
+
+    def __init__(self, products: Products, hidden_ND: Tensor | None, weight_VD: Tensor | None) -> None:
+        self._products = products
+        self._dtype = None if weight_VD is None else weight_VD.dtype
+        self.hidden_ND = None if hidden_ND is None else torch.empty_like(hidden_ND)
+        self._sum_VD = None if weight_VD is None else torch.zeros_like(weight_VD, dtype=products.dtype)
+
+    def add(self, rows: slice, h_RD: Tensor, dz_RV: Tensor) -> None:
+        """Take in some rows: their states and the gradients of their logits, both as factors."""
+        if self.hidden_ND is not None:
+            out_RD = h_RD.new_empty(h_RD.shape, dtype=self._products.dtype)
+            self.hidden_ND[rows] = self._products.put(out_RD, dz_RV, self._products.weight_VD)
+        if self._sum_VD is not None:
+            self._products.put(self._sum_VD, dz_RV.T, h_RD, beta=1)
+
+    @property
+    def weight_VD(self) -> Tensor | None:
+        """Of the output weight, in its dtype; None without."""
+        return None if self._sum_VD is None else self._sum_VD.to(self._dtype)
+
+
 Block = tuple[slice, Tensor, Tensor]
 
 
@@ -158,17 +182,13 @@ def _chunks(
     Half of chunk_size is enough rows for a fast product, and leaves memory for the log-probs of a block. One buffer,
     made once, also spares the CPU the page faults of fresh memory in every turn.
     """
-    num_rows, vocabulary = len(hidden_ND), len(products.weight_VD)
-    step = min(max(1, chunk_size // 2), max(1, num_rows))
-    z_buffer = hidden_ND.new_empty(step, vocabulary, dtype=products.dtype)
+    step = max(1, chunk_size // 2)
+    num_rows, vocabulary = min(step, max(1, len(hidden_ND))), len(products.weight_VD)
     # A GPU has no such cache, and its time goes into starting kernels where blocks are small.
-    rows_at_a_time = step // 2 if hidden_ND.is_cuda else BLOCK_NUMBERS // vocabulary
-    logp_buffer = torch.empty_like(z_buffer[: max(1, rows_at_a_time)])
-    for start in range(0, num_rows, step):
-        rows = slice(start, min(start + step, num_rows))
-        h_RD = products.rounded(hidden_ND[rows])
-        z_RV = products.put(z_buffer[: len(h_RD)], h_RD, products.weight_VD.T)
-        yield rows, h_RD, z_RV, _blocks(start, z_RV, logp_buffer)
+    rows_at_a_time = num_rows // 2 if hidden_ND.is_cuda else BLOCK_NUMBERS // vocabulary
+    logp_buffer = hidden_ND.new_empty(min(num_rows, max(1, rows_at_a_time)), vocabulary, dtype=products.dtype)
+    for rows, h_RD, z_RV in products.chunks(hidden_ND, step):
+        yield rows, h_RD, z_RV, _blocks(rows.start, z_RV, logp_buffer)
 
 
 def _blocks(start: int, z_RV: Tensor, logp_buffer: Tensor) -> Iterator[Block]:
@@ -180,6 +200,7 @@ def _blocks(start: int, z_RV: Tensor, logp_buffer: Tensor) -> Iterator[Block]:
 
 
 def check_inputs(hidden: Tensor, weight_VD: Tensor, target: Tensor, temperature: float, chunk_size: int) -> None:
+    """Refuse inputs of `token_logprobs` with a ValueError; [..., D], [V, D] and [...]."""
     if weight_VD.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight_VD.shape[1]:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight_VD.shape)}; they must be [..., D], [V, D]"

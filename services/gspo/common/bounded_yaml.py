@@ -10,9 +10,43 @@ _MOST_BYTES, _MOST_DEPTH, _MOST_VALUES = 4 << 20, 100, 200_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without tags and without repeated keys, which YAML forbids and PyYAML accepts."""
+    """YAML without tags and without repeated keys, which YAML forbids and PyYAML accepts.
+
+    The parser's events come one by one, so a bound is checked before a value beyond it is built. An alias counts as
+    much as the value that it repeats.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._num_values = 0
+        self._sizes: dict[str, int] = {}  # of the values that have an anchor
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """The next value."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._sizes:
+                raise _error(f"*{event.anchor} has no value before it, or is a part of it", event.start_mark)
+            self._count(self._sizes[event.anchor], event)
+            return super().compose_node(parent, index)
+        before = self._num_values
+        self._count(1, event)
+        self._depth += 1
+        if self._depth >= _MOST_DEPTH and isinstance(event, yaml.CollectionStartEvent):
+            raise _error(f"nested deeper than {_MOST_DEPTH}", event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if event.anchor is not None:
+            self._sizes[event.anchor] = self._num_values - before
+        return node
+
+    def _count(self, num_values: int, event: Any) -> None:
+        self._num_values += num_values
+        if self._num_values > _MOST_VALUES:
+            raise _error(f"more than {_MOST_VALUES:,} values, with those that aliases repeat", event.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys all differ."""
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
@@ -30,40 +64,7 @@ def load_yaml(text: str) -> Any:
     """
     if len(text) > _MOST_BYTES:
         raise yaml.YAMLError(f"it has {len(text)} characters, and at most {_MOST_BYTES}")
-    _check_bounds(text)
     return yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
-
-
-def _check_bounds(text: str) -> None:
-    """Walk through the parser's events, which come one by one: nothing is built before its bound is checked.
-
-    An alias counts as much as the value that it repeats.
-    """
-    # Of each open list and mapping: its anchor, and the values in it so far.
-    begun: list[tuple[str | None, int]] = [(None, 0)]
-    sizes: dict[str, int] = {}
-    for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            begun.append((event.anchor, 1))
-            if len(begun) > _MOST_DEPTH:
-                raise _error(f"nested deeper than {_MOST_DEPTH}", event.start_mark)
-            continue
-        if isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = begun.pop()
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in sizes:
-                raise _error(f"*{event.anchor} has no value before it, or is a part of it", event.start_mark)
-            anchor, size = None, sizes[event.anchor]
-        elif isinstance(event, yaml.ScalarEvent):
-            anchor, size = event.anchor, 1
-        else:
-            continue
-        if anchor is not None:
-            sizes[anchor] = size
-        outer, size_outer = begun[-1]
-        begun[-1] = outer, size_outer + size
-        if size_outer + size > _MOST_VALUES:
-            raise _error(f"more than {_MOST_VALUES:,} values, with those that aliases repeat", event.start_mark)
 
 
 def _error(problem: str, place: Any) -> yaml.MarkedYAMLError:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo.common.config.engines import LearnerConfig
+from gspo.common.config.engines import SPREAD_STAGE, LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.host.compilers import missing_compiler
@@ -46,8 +46,6 @@ from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import check_gpu_memory
 
 _TARGETS = "learner.lora.target_modules"
-# The ZeRO stage at which a rank holds a part of every weight.
-_SPREAD = 3
 # NCCL's buffers in shared memory: up to 33 MB for each of a rank's two neighbours.
 _SHARED_A_RANK = 64 << 20
 
@@ -234,10 +232,10 @@ def _check_stacked(learner: LearnerConfig, stacked: set[str]) -> None:
             f"{learner.lora.dropout:g}: peft has no dropout at the adapters of {chosen}",
             "Set it to 0, or name other layers alone, such as q_proj",
         )
-    if learner.zero_stage == _SPREAD:
+    if learner.zero_stage == SPREAD_STAGE:
         raise InputError(
             "learner.zero_stage",
-            f"{_SPREAD} spreads weights over the ranks, which is not supported with adapters of {chosen}",
+            f"{SPREAD_STAGE} spreads weights over the ranks, which is not supported with adapters of {chosen}",
             "Set it to 2 or less, or name other layers alone, such as q_proj",
         )
 

@@ -28,8 +28,6 @@ ENGINE = "generation.engine"
 ENGINE_ARGUMENTS = (PARALLEL_ARGUMENTS[0], SHARE_ARGUMENT, CACHE_ARGUMENT)
 COMPILE = "learner.torch_compile"
 COMPUTED = (REPLICAS, RANKS, MICRO_BATCH, STAGE, OFFLOAD, COMPILE)
-# The ZeRO stage that leaves a rank a part of every weight.
-_SPREAD = 3
 _MIB = 1 << 20
 # Of a card that rates.py does not list, the flop/s for each byte/s are taken from this one.
 _USUAL_CARD = "NVIDIA H100 80GB HBM3"
@@ -151,8 +149,8 @@ def _engine(
 
 def _compiles(config: Config, profile: ModelProfile) -> bool:
     """Whether torch can compile the layers of this model here."""
-    is_whole = config.learner.zero_stage < _SPREAD and config.learner.dtype == "bfloat16"
-    return is_whole and not profile.is_mixture and not missing_compiler(on_gpu=True)
+    can_compile = profile.compiles_under(config.learner.zero_stage) and not missing_compiler(on_gpu=True)
+    return can_compile and config.learner.dtype == "bfloat16"
 
 
 def _micro_batch(config: Config, model: PlannedModel, profile: ModelProfile, gpus: Sequence[Gpu]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ MICRO_BATCH_TOKENS = 2048
 MISMATCH_EVERY = 50
 # vLLM checks no more at a time.
 MOST_DRAFT_TOKENS = 128
+# The ZeRO stage that leaves a rank a part of every weight.
+SPREAD_STAGE = 3
 # vLLM samples at 0.01 where it is asked for less, and refuses more than 2.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)]

@@ -17,6 +17,7 @@ from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.engines import (
     MICRO_BATCH_TOKENS,
     MISMATCH_EVERY,
+    SPREAD_STAGE,
     GenerationConfig,
     LearnerConfig,
     SamplingConfig,
@@ -359,7 +360,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _compiled_weights_are_whole(self) -> Config:
-        if self.learner.torch_compile and self.learner.zero_stage == 3:
+        if self.learner.torch_compile and self.learner.zero_stage == SPREAD_STAGE:
             raise self.wrong(
                 "learner.torch_compile",
                 "needs whole weights, and zero_stage 3 gathers them within each layer",

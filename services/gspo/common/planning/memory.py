@@ -24,7 +24,8 @@ _DIVIDED_GRADIENTS, _DIVIDED_WEIGHTS = 2, 3
 # Of learner/model/network.py and gspo_core/logprobs.py: logits that the output layer makes at a time, and at least the
 # logits of so many tokens; then those that softmax works on.
 _LOGITS, _LOGIT_ROWS, _BLOCK_LOGITS = 2**24, 512, 2**22
-_FUSED_ROWS = 4096
+# On a GPU under torch_compile: the gradient of the weight is read and written once for so many rows.
+FUSED_ROWS = 4096
 # Of the activations that a compiled layer keeps for its backward pass: 0.55 on one card, of a Qwen3-0.6B.
 _COMPILED_SHARE = 0.65
 # Policies that the learner keeps for pushes: the newest, the next while it is made, one that is still packed or sent.
@@ -230,7 +231,7 @@ def _output_layer_bytes(config: Config, profile: ModelProfile, num_tokens: float
     chunk = float(max(_LOGIT_ROWS * profile.vocabulary, _LOGITS))
     block = chunk / 2 if on_gpu else max(_BLOCK_LOGITS, profile.vocabulary)
     if config.learner.torch_compile:
-        chunk = min(_FUSED_ROWS, num_tokens) * profile.vocabulary if on_gpu else 2 * chunk
+        chunk = min(FUSED_ROWS, num_tokens) * profile.vocabulary if on_gpu else 2 * chunk
         block = 0.0 if on_gpu else chunk
     dtype = config.learner.dtype
     rounded = DTYPE_BYTES[dtype] * (weight + chunk) if on_gpu and dtype != "float32" else 0.0

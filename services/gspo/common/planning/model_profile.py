@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from gspo.common.config.engines import SPREAD_STAGE
 from gspo.common.errors import InputError
 from gspo.common.model.heads import heads_divide
 from gspo.common.planning.flops import ModelFlops
@@ -66,6 +67,10 @@ class ModelProfile:
     def is_mixture(self) -> bool:
         """Whether a token is multiplied by a part of the layers alone: those of its experts."""
         return self.num_parameters > 2 * (self.flops.body + self.flops.head)
+
+    def compiles_under(self, zero_stage: int) -> bool:
+        """Whether torch can compile the layers: not those of a mixture, and not parts of weights."""
+        return not self.is_mixture and zero_stage < SPREAD_STAGE
 
     def flops_under(self, lora_rank: int) -> ModelFlops:
         """The model's operations with adapters of all linear layers, and of the whole model at rank 0."""

@@ -43,8 +43,6 @@ from gspo.common.planning.times import (
 _MOST_REPLICAS, _LEAST_SHARE = 64, 0.05
 _PARALLEL = (1, 2, 4, 8)
 # ZeRO stage and offload of a single rank and of several, in the order of the time that they cost.
-# The stage that leaves a rank a part of every weight: its layers are not compiled.
-_SPREAD = 3
 STAGES_ALONE = ((0, "none"), (2, "optimizer"), (3, "all"))
 STAGES = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "all"))
 # Micro-batches as multiples of the longest rollout, and tokens that no micro-batch has more of: larger ones save
@@ -279,8 +277,7 @@ def _candidates(
 ) -> Iterator[tuple[Iterator[list[Config]], int]]:
     """For every split of the cards, and for shifts on all of them, the learner's choices and its ranks."""
     on_gpus = config.with_keys(
-        learner={"dtype": "bfloat16", "gradient_checkpointing": True, "torch_compile": not profile.is_mixture},
-        generation={"dtype": "bfloat16"},
+        learner={"dtype": "bfloat16", "gradient_checkpointing": True}, generation={"dtype": "bfloat16"}
     )
     if not config.staleness.max_lag and num_cards <= machine.cards_per_host:
         for parallel in _PARALLEL:
@@ -335,7 +332,7 @@ def _learners(config: Config, profile: ModelProfile, ranks: int, cards_per_host:
             keys = {
                 "ranks": ranks if ranks <= cards_per_host else 0,
                 "zero_stage": stage,
-                "torch_compile": config.learner.torch_compile and stage < _SPREAD,
+                "torch_compile": profile.compiles_under(stage),
                 "offload": offload,
                 "sequence_ranks": shared,
                 "micro_batch_tokens": tokens,

@@ -18,18 +18,17 @@ _OPTIONS = {"emulate_precision_casts": True}
 _MOST_FORMS = 64
 
 
-def compile_layers(causal_lm: PreTrainedModel) -> bool:
-    """Have each layer compiled at its first pass, for any number of tokens; whether there are layers to compile.
+def compile_layers(causal_lm: PreTrainedModel) -> None:
+    """Have each layer compiled at its first pass, for any number of tokens.
 
     The first pass takes some 20 s, and less where torch finds what an earlier process compiled. Under gradient
     checkpointing the compiled layer runs again in the backward pass. The layers of a mixture stay as they are, since
     the sizes of their products depend on the tokens.
     """
-    layers = [module for module in causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers or has_experts(causal_lm.config.to_dict()):
-        return False
+    if has_experts(causal_lm.config.to_dict()):
+        return
     stay_uncompiled()
     torch._dynamo.config.recompile_limit = _MOST_FORMS
-    for layer in layers:
-        layer.compile(dynamic=True, options=_OPTIONS)
-    return True
+    for module in causal_lm.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True, options=_OPTIONS)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gspo_core.logprobs import Products, check_inputs
+from gspo_core.logprobs import InputGradients, Products, check_inputs
 
 
 def fused_token_logprobs(
@@ -59,22 +59,15 @@ class _FusedTokenLogprobs(torch.autograd.Function):
         hidden_ND, weight_VD, target_N, entropy_N, sum_N = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         products = Products(hidden_ND, weight_VD, ctx.temperature)
-        grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=products.dtype) if wants_weight else None
+        gradients = InputGradients(products, hidden_ND if wants_hidden else None, weight_VD if wants_weight else None)
         g_N = torch.zeros_like(entropy_N) if g_N is None else g_N
         gradient = _compiled(_gradient)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for rows, h_RD, z_RV in products.chunks(hidden_ND, ctx.chunk_size):
                 e_R = None if e_N is None else e_N[rows]
                 of_rows = (target_N[rows], sum_N[rows], entropy_N[rows], g_N[rows], e_R)
-                factor_RV = gradient(z_RV, *of_rows, products.precision).to(products.stored)
-                if grad_hidden_ND is not None:
-                    out_RD = z_RV.new_empty(h_RD.shape)
-                    grad_hidden_ND[rows] = products.put(out_RD, factor_RV, products.weight_VD)
-                if grad_weight_VD is not None:
-                    products.put(grad_weight_VD, factor_RV.T, h_RD, beta=1)
-        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight, None, None, None
+                gradients.add(rows, h_RD, gradient(z_RV, *of_rows, products.precision).to(products.stored))
+        return gradients.hidden_ND, gradients.weight_VD, None, None, None
 
 
 def _figures(z_RV: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:

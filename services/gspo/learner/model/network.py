@@ -21,6 +21,7 @@ from gspo.common.errors import InputError
 from gspo.common.model.heads import PACKED_LAYERS
 from gspo.common.model.teacher_files import naming_teacher
 from gspo.common.planning.flops import ModelFlops
+from gspo.common.planning.memory import FUSED_ROWS
 from gspo.learner.model.attention import OWN_ATTENTION, attend_to, attention_name, has_own_attention, use_own_attention
 from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.flop_counts import count_flops
@@ -37,8 +38,6 @@ log = structlog.get_logger()
 # 128 MiB of logits in float32: with a small vocabulary more rows at a time, so that fixed costs are paid less often.
 _LOGITS_AT_A_TIME = 2**25
 _LEAST_ROWS = 1024
-# Of the fused output layer on a GPU: the gradient of its weight is read and written once for so many rows.
-FUSED_ROWS = 4096
 _OTHER_ARCHITECTURE = (
     "Use an architecture whose logits are hidden states times the output weight, such as Qwen or Llama"
 )

@@ -22,6 +22,7 @@ from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, distributed
 
+from gspo.common.config.engines import SPREAD_STAGE
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.bfloat16_products import use_float32_products
@@ -329,7 +330,7 @@ class PolicyEngine:
     @property
     def _is_spread(self) -> bool:
         """Under ZeRO 3 a rank holds a part of every weight."""
-        return self._config.learner.zero_stage == 3
+        return self._config.learner.zero_stage == SPREAD_STAGE
 
     @contextmanager
     def _whole(self, parts: Sequence[Any]) -> Iterator[None]:
