@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +15,7 @@ from gspo.common.host.machine import torch_is_for_cpus, visible_gpus
 from tests.gpu.catalogue import PARTS, Part
 from tests.gpu.machine_facts import ROOT, child_environment, missing, run_facts
 from tests.gpu.records import PAGE, RECORDS, PartRecord, merge, read_records, write_page
+from tests.support.repository.process_session import run_session
 
 NOT_RUN = 3
 _TAIL_LINES = 12
@@ -109,16 +107,9 @@ def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limi
         "engine": json.loads(given.engine),
     }
     began = time.monotonic()
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.catalogue", json.dumps(options), str(answer)],
-            cwd=ROOT,
-            env=child_environment(given.folder),
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-        reason = _wait(process, limit_s)
+    command = [sys.executable, "-m", "tests.gpu.catalogue", json.dumps(options), str(answer)]
+    code = run_session(command, log, limit_s, cwd=ROOT, env=child_environment(given.folder))
+    reason = "" if code is not None else f"did not end within {limit_s:.0f} s"
     findings = json.loads(answer.read_text()) if answer.exists() else {}
     ended = findings.pop("reason", None)
     failure = reason or (_last_words(log) if ended is None else ended)
@@ -130,23 +121,6 @@ def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limi
         return None
     values = {"numbers": {}, **findings, **facts, "reason": failure}
     return PartRecord(part=part.name, passed=not failure, seconds=round(time.monotonic() - began, 1), **values)
-
-
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
-    """Wait for its end; why it had to be ended, where it had to."""
-    try:
-        process.wait(limit_s)
-        return ""
-    except subprocess.TimeoutExpired:
-        return f"did not end within {limit_s:.0f} s"
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, number)
-            except ProcessLookupError:
-                break
-            time.sleep(1.0)
-        process.wait()
 
 
 def _last_words(log: Path) -> str:

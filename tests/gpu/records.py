@@ -13,9 +13,10 @@ from typing import Any
 
 from tests.gpu.catalogue import PARTS, Part
 from tests.gpu.machine_facts import ROOT
+from tests.support.documents.page_rows import replace_rows
 
 RECORDS, PAGE = ROOT / "docs/gpu.json", ROOT / "docs/gpu.md"
-_BEGIN, _END = "<!-- rows: python -m tests.gpu -->", "<!-- end of rows -->"
+_BEGIN = "<!-- rows: python -m tests.gpu -->"
 _NONE_YET = "**No GPU has run this project yet: no row below has a result.**"
 _LONGEST_REASON = 300
 _VERDICTS = {True: "goal met", False: "GOAL MISSED", None: "not judged on a CPU"}
@@ -78,10 +79,7 @@ def merge(path: Path, records: Sequence[PartRecord]) -> None:
 
 def write_page(page: Path, records: Sequence[PartRecord]) -> None:
     """Make the rows of the page anew; the rest of it stays."""
-    text = page.read_text()
-    before, rest = text.split(_BEGIN)
-    after = rest.split(_END)[1]
-    page.write_text(f"{before}{_BEGIN}\n{rows(records)}\n{_END}{after}")
+    replace_rows(page, _BEGIN, rows(records))
 
 
 def rows(records: Sequence[PartRecord]) -> str:

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import psutil
 
 from tests.nightly.areas import NOT_RUN, ROOT, Area, all_areas
 from tests.nightly.records import AreaRecord, keep, read_records, shortened, why_red, write_page
+from tests.support.repository.process_session import run_session
 
 _LOGS = ROOT / ".cache/nightly"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -90,7 +90,7 @@ def _run_area(area: Area, commit: str) -> AreaRecord:
         log.write_text(f"{area.tool} is missing\n")
         code: int | None = NOT_RUN
     else:
-        code = _exit_code(area, log)
+        code = run_session(area.command, log, 60 * area.limit_min, cwd=ROOT)
     result = {0: "pass", NOT_RUN: "not run"}.get(-1 if code is None else code, "fail")
     text = log.read_text(errors="replace")
     reason = ""
@@ -108,24 +108,6 @@ def _run_area(area: Area, commit: str) -> AreaRecord:
         commit=commit,
         machine=_machine(),
     )
-
-
-def _exit_code(area: Area, log: Path) -> int | None:
-    """Run it as the leader of a session, whose processes all end with it; None after its time limit."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(area.command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
-        try:
-            return process.wait(60 * area.limit_min)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                try:
-                    os.killpg(process.pid, number)
-                except ProcessLookupError:
-                    break
-                time.sleep(2.0)
-            process.wait()
 
 
 def _last_line(text: str) -> str:

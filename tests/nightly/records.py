@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from tests.nightly.areas import ROOT, Area
+from tests.support.documents.page_rows import replace_rows
 
 RECORDS, PAGE = ROOT / "docs/nightly.json", ROOT / "docs/nightly.md"
 GPU_RECORDS = ROOT / "docs/gpu.json"
 # An area without a pass in so long, or in so many commits, is red.
 MOST_DAYS, MOST_COMMITS = 7, 100
-_BEGIN, _END = "<!-- rows: make nightly -->", "<!-- end of rows -->"
+_BEGIN = "<!-- rows: make nightly -->"
 _LONGEST_REASON = 300
 
 
@@ -80,8 +81,7 @@ def _commits_since(commit: str) -> int | None:
 
 def write_page(areas: Sequence[Area], today: datetime.date) -> None:
     """Make the rows of the page anew; the rest of it stays."""
-    before, rest = PAGE.read_text().split(_BEGIN)
-    PAGE.write_text(f"{before}{_BEGIN}\n{_rows(areas, today)}\n{_END}{rest.split(_END)[1]}")
+    replace_rows(PAGE, _BEGIN, _rows(areas, today))
 
 
 def _rows(areas: Sequence[Area], today: datetime.date) -> str:

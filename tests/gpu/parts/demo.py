@@ -26,12 +26,7 @@ def run(case: PartRun) -> None:
     subprocess.run([sys.executable, str(_EXAMPLE / "cold_start.py"), str(folder), *words], check=True)
     case.note(cold_start_s=time.monotonic() - began)
     config = _config(case, folder)
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "gspo.cli", "run", str(config)], check=False)
-    case.note(run_s=time.monotonic() - began)
-    case.require(done.returncode == 0, f"gspo run ended with exit code {done.returncode}; its output is in demo.log")
-    run_dir = folder / "runs" / yaml.safe_load(config.read_text())["name"]
-    summary = json.loads((run_dir / "summary.json").read_text())
+    run_dir, summary = run_to_its_end(case, config)
     case.note(
         steps=summary["steps"], accuracy_before=summary["accuracy_before"], accuracy_after=summary["accuracy_after"]
     )
@@ -42,6 +37,16 @@ def run(case: PartRun) -> None:
     if case.on_gpu:
         case.require(gained > 0, "the model has not learned")
     case.note(**{name: value for name, value in summary["card_use"].items() if name in ("mfu", "learner_mfu")})
+
+
+def run_to_its_end(case: PartRun, config: Path) -> tuple[Path, dict[str, Any]]:
+    """`gspo run` of a configuration: the run's directory and its summary. `run_s` is noted."""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "gspo.cli", "run", str(config)], check=False)
+    case.note(run_s=time.monotonic() - began)
+    case.require(done.returncode == 0, f"gspo run ended with exit code {done.returncode}; its output is in the log")
+    run_dir = config.parent / "runs" / yaml.safe_load(config.read_text())["name"]
+    return run_dir, json.loads((run_dir / "summary.json").read_text())
 
 
 def _config(case: PartRun, folder: Path) -> Path:

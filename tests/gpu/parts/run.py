@@ -6,8 +6,6 @@ The model is random, so its rewards mean nothing; the work is that of a trained 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import yaml
 
 from tests.gpu.part_run import PartRun
-from tests.gpu.parts.demo import sandbox_level
+from tests.gpu.parts.demo import run_to_its_end, sandbox_level
 
 # A reward that varies within a group, so that steps have a gradient.
 _REWARD = """
@@ -28,13 +26,7 @@ def run(case: PartRun) -> None:
     """Train some steps with the defaults of this machine; then what the run's summary says of them."""
     folder = case.folder / f"run-{case.device}"
     folder.mkdir(parents=True, exist_ok=True)
-    config = _config(case, folder)
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "gspo.cli", "run", str(config)], check=False)
-    case.note(run_s=time.monotonic() - began)
-    case.require(done.returncode == 0, f"gspo run ended with exit code {done.returncode}; its output is in run.log")
-    run_dir = folder / "runs" / yaml.safe_load(config.read_text())["name"]
-    summary = json.loads((run_dir / "summary.json").read_text())
+    _, summary = run_to_its_end(case, _config(case, folder))
     case.require(summary["steps"] == case.sizes.run_steps, f"{summary['steps']} steps were trained")
     case.note(
         steps=summary["steps"],

@@ -279,87 +279,46 @@ USES = [
         "1.0 or memory",
     ),
 ]
-_FORK = """
-for _ in range({}):
-    if os.fork() == 0:
-        {}
+# Ten processes, each with filled pairs of sockets until it has no descriptor. Its preparation, and the next pair.
+_FILL = """
+def fill():
+    {}held = []
+    try:
+        while True:
+            {}
+            for one in held[-2:]:
+                one.setblocking(False)
+                try:
+                    while True:
+                        one.send(bytes(2**16))
+                except BlockingIOError:
+                    pass
+    except OSError:
         time.sleep(1000)
+for _ in range(10):
+    if os.fork() == 0:
+        fill()
+await asyncio.sleep(30)
+return 1.0
 """
+_EMPTY_FILES = """
+for number in range(433_000):
+    os.close(os.open(f"{}/{{number}}", os.O_CREAT | os.O_WRONLY))
+return 1.0
+"""
+_CONNECT = "held += [socket.create_connection(server.getsockname()), server.accept()[0]]"
 HEAVY = [
     RolloutAttack(
-        "socket buffers of ten processes",
-        """
-        def fill():
-            held = []
-            try:
-                while True:
-                    pair = socket.socketpair()
-                    held.append(pair)
-                    for one in pair:
-                        one.setblocking(False)
-                        try:
-                            while True:
-                                one.send(bytes(2**16))
-                        except BlockingIOError:
-                            pass
-            except OSError:
-                time.sleep(1000)
-        for _ in range(10):
-            if os.fork() == 0:
-                fill()
-        await asyncio.sleep(30)
-        return 1.0
-        """,
-        "memory",
-        WRAPPED,
+        "socket buffers of ten processes", _FILL.format("", "held += socket.socketpair()"), "memory", WRAPPED
     ),
     RolloutAttack(
         "buffers of TCP in ten processes",
-        """
-        def fill():
-            server, held = socket.create_server(("127.0.0.1", 0)), []
-            try:
-                while True:
-                    one = socket.create_connection(server.getsockname())
-                    held += [one, server.accept()[0]]
-                    for each in held[-2:]:
-                        each.setblocking(False)
-                        try:
-                            while True:
-                                each.send(bytes(2**16))
-                        except BlockingIOError:
-                            pass
-            except OSError:
-                time.sleep(1000)
-        for _ in range(10):
-            if os.fork() == 0:
-                fill()
-        await asyncio.sleep(30)
-        return 1.0
-        """,
+        _FILL.format('server = socket.create_server(("127.0.0.1", 0)); ', _CONNECT),
         "memory",
         WRAPPED,
     ),
-    RolloutAttack(
-        "433,000 empty files",
-        """
-        for number in range(433_000):
-            os.close(os.open(f"/tmp/{number}", os.O_CREAT | os.O_WRONLY))
-        return 1.0
-        """,
-        "exception",
-        WRAPPED,
-    ),
-    RolloutAttack(
-        "433,000 empty files of shared memory",
-        """
-        for number in range(433_000):
-            os.close(os.open(f"/dev/shm/{number}", os.O_CREAT | os.O_WRONLY))
-        return 1.0
-        """,
-        "exception",
-        WRAPPED,
-    ),
+    RolloutAttack("433,000 empty files", _EMPTY_FILES.format("/tmp"), "exception", WRAPPED),
+    RolloutAttack("433,000 empty files of shared memory", _EMPTY_FILES.format("/dev/shm"), "exception", WRAPPED),
     RolloutAttack(
         "pipes of forty processes",
         """

