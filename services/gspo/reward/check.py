@@ -32,7 +32,7 @@ from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function, Library
 from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.sandbox.calls import CallError
-from gspo.reward.sandbox.values import NO_VALUE, NOT_A_NUMBER, NOT_FINITE, Failure
+from gspo.reward.sandbox.values import NOT_A_NUMBER, NOT_FINITE, SCORE_CONVENTIONS, Failure
 from gspo.reward.submissions.callers import read_tokens
 from gspo.reward.submissions.trials import prompt_of
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
@@ -164,7 +164,7 @@ def _check_columns(function: Function, data: _Data, key: str, name: str, types_k
     for column in signature.required:
         if column in survey.columns and (gap := survey.without_value(column)).count:
             warn(f"{key}: column '{column}', which {name} asks for, has no value in {gap}")
-    if signature.convention in ("verl", "openrlhf") and has_answers and data.unanswered.count:
+    if signature.convention in SCORE_CONVENTIONS and has_answers and data.unanswered.count:
         warn(f"{key}: there is no right answer for {name} in {data.unanswered} ({GROUND_TRUTH_RULE})")
 
 
@@ -199,6 +199,8 @@ async def _try_function(
             "Return finite numbers, and raise an exception where an answer cannot be judged",
         )
     for value in values:
+        if value is None:  # it does not apply to this answer
+            continue
         if isinstance(value, Failure):
             fix = "Return numbers" if value.error_type == NOT_A_NUMBER else "Correct the function"
             _judge(value.error_type, value.reason, where, name, fix)
@@ -213,8 +215,7 @@ def _judge(error_type: str, reason: str, where: str, name: str, fix: str) -> Non
     """Refuse a failure that comes for any answer, and warn of one that the made-up answer may have caused."""
     if error_type in ALWAYS_WRONG:
         raise InputError(where, f"{name} {reason}", fix)
-    if error_type != NO_VALUE:  # None says by TRL's convention that the function does not apply
-        warn(f"{where}: {name}, tried on a made-up answer, {reason}")
+    warn(f"{where}: {name}, tried on a made-up answer, {reason}")
 
 
 async def _try_environment(function: Function, spec: EnvironmentConfig, where: str, tasks_json: Sequence[str]) -> None:

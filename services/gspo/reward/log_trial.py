@@ -18,12 +18,15 @@ from gspo.common.reward_uses import reward_uses
 from gspo.reward.functions.library import Function, Library
 from gspo.reward.sandbox.calls import CallError, CallLimits, Code
 from gspo.reward.sandbox.levels import find_level
-from gspo.reward.scoring.scorer import Scorer
+from gspo.reward.scoring.scorer import NOT_SCORED, Scorer
 from gspo_proto.rollout_pb2 import Episode, Outcome, Prompt, RewardUse, Rollout
 
 
 def main() -> None:
-    """Read the question, and print a score for each rollout: `reward` or null, `failure` or null."""
+    """Read the question, and print a score for each rollout: `reward` or null, `failure` or null.
+
+    Both are null where the function does not apply to the rollout.
+    """
     question = json.load(sys.stdin)
     # Logs go to the standard output, which is for the answer alone.
     answer = os.fdopen(os.dup(1), "w")
@@ -61,10 +64,11 @@ async def _scores(question: dict[str, Any]) -> list[dict[str, Any]]:
         raise InputError(question["filename"], str(error), "Correct the function") from error
     finally:
         await library.close()
+    unscored = f"{name}: {NOT_SCORED}"
     return [
         {
             "reward": score.reward if score.HasField("reward") else None,
-            "failure": score.failure if score.HasField("failure") else None,
+            "failure": score.failure if score.HasField("failure") and score.failure != unscored else None,
         }
         for score in scores
     ]

@@ -160,7 +160,7 @@ async def score_by(scorer: Scorer, *texts: str) -> list[Any]:
 
 
 async def test_a_server_of_the_users_own_is_asked_again_until_it_answers() -> None:
-    good = {"rewards": [1, 0.5], "extra_logs": {"length": [3, 4]}}
+    good = {"rewards": [1, 0.5], "extra_logs": {"length": [3, 4], "tries": 2}}
     async with http_server([(503, "busy"), (500, "oh"), (200, good)]) as (url, asked):
         config = config_of([{"url": f"{url}/score", "args": {"task": "add"}, "weight": 2.0}])
         async with open_scorer(config, name="reward-0") as scorer:
@@ -169,6 +169,7 @@ async def test_a_server_of_the_users_own_is_asked_again_until_it_answers() -> No
     assert [(part.name.partition("/")[2], part.value, part.weight) for part in scores[0].parts] == [
         ("", 1.0, 2.0),
         ("length", 3.0, 0.0),
+        ("tries", 2.0, 0.0),
     ]
     assert len(asked) == 3
     assert asked[-1] == {"task": "add", "query": ["2+2=4", "2+2=5"], "prompts": ["2+2="] * 2, "labels": ["4", "4"]}
@@ -184,6 +185,9 @@ async def test_a_server_of_the_users_own_is_asked_again_until_it_answers() -> No
         ((404, "nothing here"), "answered HTTP 404: nothing here"),
         ((200, {"rewards": ["1"]}), "returned str where a number belongs"),
         ((200, '{"rewards": [NaN]}'), "returned NaN"),
+        ((200, '{"rewards": [1' + "0" * 400 + "]}"), "returned 1.79769e+308, and rewards are from"),
+        ((200, {"rewards": [1], "extra_logs": {"tries": "2"}}), 'returned str as extra_logs["tries"] for 1 answers'),
+        ((200, {"rewards": [1], "extra_logs": {"tries": [1, 2]}}), 'returned 2 values as extra_logs["tries"]'),
         ((200, "[" * 100_000), "answered with something else than JSON"),
         ((200, '{"rewards": [1], "extra_logs": {"\\ud800\\n": [1]}}'), "returned a part named '?\\n'"),
     ],

@@ -44,7 +44,7 @@ async def scores_of(folder: Path, source: str, rollouts: list[Rollout] = BATCH, 
         ("raise ValueError('half of a pair: \\ud800')", "r: raised ValueError: half of a pair: ? (r.py line 3)"),
         ("return {'\\udc00': 'x'}", "r: part '?': returned str where a number belongs"),
         ("return float('nan')", "r: returned NaN"),
-        ("return None", "r: returned None"),
+        ("return None", "r: returned None, and no function scored the answer"),
         ("return 'good'", "r: returned str where a number belongs"),
         ("time.sleep(60)", "r: took longer than 0.5 s and was killed"),
         ("os._exit(3)", "r: its process died (exit code 3)"),
@@ -170,6 +170,40 @@ async def test_weighted_functions_are_summed_and_one_failure_is_enough(tmp_path:
         "r: raised ValueError: could not convert string to float: 'bad'"
     )
     assert [part.name for part in scores[1].parts] == ["length/a", "length/b"]
+
+
+NONE_CASE = """def {kind}_reward(completions, kind, **columns):
+    return [float(len(text)) if k == "{kind}" else None for text, k in zip(completions, kind)]
+"""
+
+
+async def test_none_leaves_an_answer_to_the_other_functions(tmp_path: Path) -> None:
+    functions = []
+    for kind in ("math", "code"):  # the names of modules of the standard library
+        (tmp_path / f"{kind}.py").write_text(NONE_CASE.format(kind=kind))
+        functions.append({"path": tmp_path / f"{kind}.py"})
+    batch = [make_rollout("x" * (number + 1), kind=kind) for number, kind in enumerate(("code", "math", "prose"))]
+    async with open_scorer(reward_config(tmp_path, "", functions=functions), name="reward-0") as scorer:
+        scores = await scorer.score(batch)
+    nobody = "returned None, and no function scored the answer"
+    assert [reward_or_failure(score) for score in scores] == [1.0, 2.0, f"math: {nobody}; code: {nobody}"]
+    assert [[part.name for part in score.parts] for score in scores] == [["code"], ["math"], []]
+    assert scores[2].failure_kind == "invalid_return"
+
+
+async def test_verls_batch_form_scores_answers_alone_where_a_batch_fails(tmp_path: Path) -> None:
+    source = (
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    assert len(data_sources) == len(extra_infos)\n"
+        "    pairs = zip(solution_strs, ground_truths)\n"
+        "    return [{'score': float(float(text) == float(truth)), 'acc': 1} for text, truth in pairs]\n"
+    )
+    batch = [make_rollout("4", answer="4"), make_rollout("bad", answer="4"), make_rollout("5", answer="4")]
+    async with open_scorer(reward_config(tmp_path, source), name="reward-0") as scorer:
+        first, bad, third = await scorer.score(batch)
+    assert [(part.name, part.value) for part in first.parts] == [("r", 1.0), ("r/acc", 1.0)]
+    assert "raised ValueError: could not convert string to float: 'bad'" in bad.failure
+    assert third.reward == 0.0
 
 
 async def test_a_rollout_says_which_functions_score_it(tmp_path: Path) -> None:

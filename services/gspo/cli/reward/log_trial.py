@@ -142,6 +142,9 @@ def compared(rows: Sequence[dict[str, Any]], scores: Sequence[dict[str, Any]], n
         # If the logged version failed, a reward is known only without other parts.
         is_alone = row["reward"] is None and not _parts(row)
         new_reward = row["reward"] - old + score["reward"] if is_whole else score["reward"] if is_alone else None
+        if score["reward"] is None and not score["failure"]:  # the tried version does not apply
+            others = [part for part in _parts(row) if part not in parts]
+            new_reward = row["reward"] - (old or 0.0) if others and row["reward"] is not None else None
         values.append((old, new_reward))
     old_signs = _signs(rows, [row["reward"] for row in rows])
     new_signs = _signs(rows, [new for _, new in values])

@@ -21,6 +21,8 @@ A function by verl's convention is called for each answer with
 - `extra_info`: the column, or {}
 - any other name: the data set's column of that name
 
+or by its batch form with `data_sources`, `solution_strs`, `ground_truths`, `extra_infos` and columns, each a list.
+
 A function by OpenRLHF's remote form takes, each a list with one item an answer
 
 - `queries`: the prompt's text followed by the answer's
@@ -80,6 +82,7 @@ OPENRLHF_ARGUMENTS = ("queries", "prompts", "labels")
 _CONVENTION_ARGUMENTS = {
     "trl": tuple(_TRL_VALUES),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
+    "verl_batch": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
     "openrlhf": OPENRLHF_ARGUMENTS,
     "environment": (),
 }
@@ -108,6 +111,8 @@ def arguments_for(
         match signature.convention:
             case "verl":
                 return {"rows": [_verl_row(signature, *pair, args) for pair in zip(rollouts, columns, strict=True)]}
+            case "verl_batch":
+                return {"arguments": _verl_batch(signature, rollouts, columns, args) | args}
             case "openrlhf":
                 prompts = [rollout.prompt.text for rollout in rollouts]
                 queries = [prompt + rollout.text for prompt, rollout in zip(prompts, rollouts, strict=True)]
@@ -162,6 +167,21 @@ def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any], a
     return taken | args
 
 
+def _verl_batch(
+    signature: Signature, rollouts: Sequence[Rollout], columns: list[dict[str, Any]], args: dict[str, Any]
+) -> dict[str, Any]:
+    names = {name for row in columns for name in row}
+    if missing := _missing_columns(signature, {*names, *args}):
+        raise MissingColumnError(missing[0], names)
+    values = {name: [row.get(name) for row in columns] for name in names} | {
+        "data_sources": [row.get("data_source", "") for row in columns],
+        "solution_strs": [rollout.text for rollout in rollouts],
+        "ground_truths": [ground_truth(row) for row in columns],
+        "extra_infos": [row.get("extra_info") or {} for row in columns],
+    }
+    return {name: value for name, value in values.items() if signature.takes_any or name in signature.takes}
+
+
 def ground_truth(columns: dict[str, Any]) -> Any:
     """The right answer of a row: GROUND_TRUTH_RULE.
 
@@ -198,7 +218,7 @@ def check_columns(
     if missing := _missing_columns(signature, columns):
         fix = nearest(missing[0], columns) if columns else "Add the column, or give the parameter a default"
         raise InputError(where, f"has no column '{missing[0]}', which {function} asks for", fix)
-    if signature.convention == "verl" and not has_answers:
+    if signature.convention in ("verl", "verl_batch") and not has_answers:
         fix = nearest("ground_truth", columns) if columns else "Add a column ground_truth"
         rule = f"has no right answer for {function} ({GROUND_TRUTH_RULE})"
         raise InputError(where, rule, f"Name its column in data.answer_column. {fix}")

@@ -24,7 +24,7 @@ from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.launch import ConfinementLevel
-from gspo.reward.sandbox.values import Failure, Value, read_value
+from gspo.reward.sandbox.values import Result, read_value
 from gspo_proto.rollout_pb2 import Rollout
 
 # Each holds a process or more; a run uses a handful.
@@ -46,7 +46,7 @@ class Function:
     args: dict[str, Any] = field(default_factory=dict)
     calls_in_flight: int = field(default=0, compare=False)
 
-    async def score(self, rollouts: Sequence[Rollout], *, session: str | None) -> tuple[list[Value | Failure], str]:
+    async def score(self, rollouts: Sequence[Rollout], *, session: str | None) -> tuple[list[Result], str]:
         """One call for a batch: the result of each rollout, and the end of the printed output.
 
         Raises:

@@ -8,8 +8,8 @@ of a local function.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
+import sys
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -47,7 +47,8 @@ class RemoteFunction(HttpFunction):
     """A server of the user's, by OpenRLHF's remote form.
 
         POST URL  {"query": [prompt and answer, ...], "prompts": [...], "labels": [...]}
-        200       {"rewards": [number, ...]}, also with "extra_logs": {name: [number, ...]}, or the bare list
+        200       {"rewards": [number, ...]}, also with "extra_logs": {name: [number, ...]}, or the bare list.
+                  A number in place of a list of extra_logs is that of each answer.
 
     Args:
         timeout_s: Longest a call may take, all tries together.
@@ -82,21 +83,34 @@ def read_rewards(reply: Any, count: int) -> list[Any]:
     if not isinstance(rewards, list) or len(rewards) != count:
         was = f"{len(rewards)} values" if isinstance(rewards, list) else type(rewards).__name__
         raise CallError("invalid_return", f'returned {was} as "rewards" for {count} answers')
-    extras = reply.get("extra_logs") if isinstance(reply, dict) else None
-    logged = {
-        str(name): values
-        for name, values in (extras if isinstance(extras, dict) else {}).items()
-        if isinstance(values, list) and len(values) == count
-    }
+    extras = (reply.get("extra_logs") if isinstance(reply, dict) else None) or {}
+    if not isinstance(extras, dict):
+        raise CallError("invalid_return", f'returned {type(extras).__name__} as "extra_logs", not an object')
+    logged = {name: _logged_values(name, values, count) for name, values in extras.items()}
     return [
         {"parts": {"score": _plain(reward), **{name: _plain(values[i]) for name, values in logged.items()}}}
         for i, reward in enumerate(rewards)
     ]
 
 
+def _logged_values(name: str, values: Any, count: int) -> list[Any]:
+    """The values of one key of `extra_logs`; one number is that of every answer.
+
+    Raises:
+        CallError: They are neither.
+    """
+    values = [values] * count if isinstance(values, int | float) else values
+    if not isinstance(values, list) or len(values) != count:
+        was = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        raise CallError("invalid_return", f'returned {was} as extra_logs["{name[:TEXT_CHARS]}"] for {count} answers')
+    return values
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, int | float):
-        return float(value) if isinstance(value, float) or abs(value) < 2**1000 else math.inf
+        if isinstance(value, float) or abs(value) < 2**1000:
+            return float(value)
+        return sys.float_info.max if value > 0 else -sys.float_info.max  # refused as well
     return None if value is None else {"type": type(value).__name__}
 
 

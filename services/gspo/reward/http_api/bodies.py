@@ -87,7 +87,7 @@ class RewardView(BaseModel):
     revision: int = Field(0, description="Counts changes of the name")
     versions: int = Field(1, description="How many versions it has")
     entry: str = Field(description="The function in its source; empty for an environment")
-    convention: str = Field(description="trl, verl, openrlhf or environment")
+    convention: str = Field(description="trl, verl, verl_batch, openrlhf or environment")
     source: str = Field("", description="File or address of a configured function")
     unreadable: str = Field("", description="Why it cannot be read, where that is so; it scores nothing then")
 
@@ -267,7 +267,7 @@ async def read_submission(request: Request) -> Submission:
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == JSON_TYPE:
-        text = await request.body()
+        text = (await request.body()).removeprefix(codecs.BOM_UTF8)
     elif kind == FORM_TYPE:
         text = json.dumps(await _read_form(request)).encode()
     else:

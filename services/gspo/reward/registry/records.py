@@ -36,6 +36,11 @@ MAX_NAME_CHARS = 100
 _MEND = "Submit it again, or remove it"
 
 
+def _without_bom(source: Any) -> Any:
+    """A source without the BOM that some editors put before a file."""
+    return source.removeprefix("\ufeff") if isinstance(source, str) else source
+
+
 def _is_plain_json(value: Any) -> Any:
     """Refuse a value that JSON cannot carry: NaN, infinity, half a surrogate pair, endless numbers."""
     try:
@@ -61,6 +66,7 @@ has_few_columns = _few(MAX_COLUMNS, "columns", f"at most {MAX_COLUMNS} are taken
 Columns = Annotated[dict[str, Any], BeforeValidator(has_few_columns), AfterValidator(_is_plain_json)]
 PlainJson = Annotated[Any, AfterValidator(_is_plain_json)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+SourceText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE_CHARS), BeforeValidator(_without_bom)]
 
 
 class RequestBody(BaseModel):
@@ -110,7 +116,7 @@ class Submission(RequestBody):
     """A reward function or an environment, as it is handed in."""
 
     name: FunctionName = Field(description="Its name in runs; versions of one function share it")
-    source: Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE_CHARS)] = Field(
+    source: SourceText = Field(
         description="Python: one file, importing the standard library and reward.allowed_packages"
     )
     kind: Kind = "reward"

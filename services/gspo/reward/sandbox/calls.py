@@ -79,7 +79,7 @@ class Signature(msgspec.Struct, frozen=True):
     """
 
     entry: _Name
-    convention: Literal["trl", "verl", "openrlhf", "environment"]
+    convention: Literal["trl", "verl", "verl_batch", "openrlhf", "environment"]
     takes: Annotated[frozenset[_Name], msgspec.Meta(max_length=MAX_PARAMETERS)]
     required: Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_PARAMETERS)]
     takes_any: bool

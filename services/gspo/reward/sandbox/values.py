@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
 
@@ -27,6 +27,8 @@ MAX_REASON_CHARS, MAX_TRACEBACK_CHARS = 2000, 4000
 # Exceptions of inside/, whose text is a message already.
 OWN_ERROR_TYPES = ("UnfitError", "SeveralFunctionsError", "InvalidReturnError", "")
 NO_VALUE, NOT_FINITE, NOT_A_NUMBER = "NoValue", "NotFinite", "NotANumber"
+# Of a dict by these conventions `score` counts alone, and each needs a right answer.
+SCORE_CONVENTIONS = frozenset({"verl", "verl_batch", "openrlhf"})
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
@@ -163,12 +165,18 @@ class Value:
     extras: dict[str, float] = field(default_factory=dict)
 
 
-def read_value(raw: Any, convention: str) -> Value | Failure:
+# None: the function does not apply to the answer, as TRL says it.
+Result: TypeAlias = Value | Failure | None
+
+
+def read_value(raw: Any, convention: str) -> Result:
     """One value as inside/results.py encodes it. User code can forge it, so its form is checked here.
 
-    A dict of a TRL function is summed; of a verl or OpenRLHF function its `score` counts and its other numbers are
-    reported.
+    A dict of a TRL function is summed, and its None is none. Of a verl or OpenRLHF function the `score` of a dict
+    counts and its other numbers are reported.
     """
+    if raw is None and convention == "trl":
+        return None
     if isinstance(raw, dict) and isinstance(error := raw.get("error"), dict):
         try:
             return failure_of(msgspec.convert(error, ErrorReply))
@@ -181,7 +189,7 @@ def read_value(raw: Any, convention: str) -> Value | Failure:
         return _invalid(unfit)
     parts = {name: _number(part) for name, part in raw["parts"].items()}
     numbers = {name: part for name, part in parts.items() if not isinstance(part, Failure)}
-    if convention in ("verl", "openrlhf"):
+    if convention in SCORE_CONVENTIONS:
         score = parts.get("score", _invalid("returned a dict without 'score'"))
         if isinstance(score, Failure):
             return score

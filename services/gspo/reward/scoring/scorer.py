@@ -22,7 +22,7 @@ from gspo.reward.functions.library import Function, Library, OnUse, UnknownFunct
 from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError
-from gspo.reward.sandbox.values import Failure, Value
+from gspo.reward.sandbox.values import Failure, Result, Value
 from gspo_proto.rollout_pb2 import Episode, RewardUse, Rollout, Score, ScorePart
 
 # After a batch failed, its answers are tried one at a time, first those of different prompts. If so many of them all
@@ -30,6 +30,8 @@ from gspo_proto.rollout_pb2 import Episode, RewardUse, Rollout, Score, ScorePart
 NUM_PROBES = 4
 # A function and the version that a rollout asks for, which may be empty.
 FunctionKey = tuple[str, str]
+# Of each function that does not apply to an answer, where no other one does.
+NOT_SCORED = "returned None, and no function scored the answer"
 
 
 class _Results(NamedTuple):
@@ -40,7 +42,7 @@ class _Results(NamedTuple):
         seconds: From its first call to its last answer.
     """
 
-    values: dict[int, Value | Failure]
+    values: dict[int, Result]
     version: str = ""
     seconds: float = 0.0
 
@@ -87,7 +89,7 @@ class Scorer:
         by_index = dict(zip(indices, itertools.chain(*values), strict=True))
         return _Results(by_index, function.code.version, time.perf_counter() - began)
 
-    async def _score_batch(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
+    async def _score_batch(self, function: Function, batch: list[Rollout], session: str) -> list[Result]:
         try:
             return await self._call(function, batch, session)
         except CallError as error:
@@ -95,9 +97,9 @@ class Scorer:
                 return [Failure(str(error), error.kind)]
             return await self._one_at_a_time(function, batch, session)
 
-    async def _one_at_a_time(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
+    async def _one_at_a_time(self, function: Function, batch: list[Rollout], session: str) -> list[Result]:
         """Find the answers that make a batch fail: the others keep their scores."""
-        values: dict[int, Value | Failure] = {}
+        values: dict[int, Result] = {}
         ended: list[CallError] = []
         for position, index in enumerate(spread_over_groups(batch)):
             if len(ended) == position == NUM_PROBES:
@@ -112,7 +114,7 @@ class Scorer:
                 ended += [] if error.error_type else [error]
         return [values[i] for i in range(len(batch))]
 
-    async def _call(self, function: Function, batch: list[Rollout], session: str) -> list[Value | Failure]:
+    async def _call(self, function: Function, batch: list[Rollout], session: str) -> list[Result]:
         """One call of a function.
 
         Raises:
@@ -131,6 +133,8 @@ class Scorer:
     def _sum(self, rollout: Rollout, index: int, results: Mapping[FunctionKey, _Results]) -> Score:
         score = Score(scorer=self._name, scored_unix_s=time.time())
         failures, kinds, versions, total = [], [], [], 0.0
+        not_applied: list[str] = []
+        value: Result
         for use in rollout.rewards or self._all:
             if use.name in EPISODE_PARTS:
                 value, version = _episode_value(rollout.episode), rollout.episode.version
@@ -140,6 +144,9 @@ class Scorer:
                 if version:
                     score.seconds[use.name] = result.seconds
             versions += [version] if version else []
+            if value is None:
+                not_applied.append(f"{use.name}: {NOT_SCORED}")
+                continue
             if isinstance(value, Failure):
                 failures.append(f"{use.name}: {value.reason}")
                 kinds.append(value.kind)
@@ -148,6 +155,8 @@ class Scorer:
             score.parts.extend(parts)
             total += sum(part.weight * part.value for part in parts)
         score.version = ",".join(versions)
+        if not_applied and not failures and not score.parts:
+            failures, kinds = not_applied, ["invalid_return"]
         if not failures and (fault := number_fault(total)):
             failures.append(f"the weighted sum is {fault}")
             kinds.append("invalid_return")

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function, counted
 from gspo.reward.sandbox.calls import CallError
-from gspo.reward.sandbox.values import Failure, Value
+from gspo.reward.sandbox.values import Failure, Result
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 
 
@@ -81,7 +81,9 @@ def _trial_view(function: Function, results: list[TryResult], seconds: float, ou
     return TrialView(name=code.name, version=code.version, results=results, seconds=seconds, output=output)
 
 
-def _result_of(value: Value | Failure) -> TryResult:
+def _result_of(value: Result) -> TryResult:
+    if value is None:
+        return TryResult(failure=FailureView(kind="invalid_return", text="returned None: it does not apply here"))
     if isinstance(value, Failure):
         return TryResult(failure=FailureView(kind=value.kind, text=value.reason, traceback=value.traceback))
     return TryResult(reward=value.reward, parts=value.parts, extras=value.extras)

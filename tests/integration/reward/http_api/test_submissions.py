@@ -89,6 +89,19 @@ async def _look_back(client: Any, old: str, new: str) -> None:
     assert listed == {"r": "configured", "exact": "registered"}
 
 
+async def test_a_bom_changes_nothing(redis: Redis, tmp_path: Path) -> None:
+    bom, json_type = "\ufeff".encode(), {"content-type": "application/json"}
+    async with open_rest_client(tmp_path, redis) as (client, _, _):
+        in_source = await client.post("", json={"name": "exact", "source": "\ufeff" + SOURCE})
+        before_json = await client.post(
+            "", content=bom + json.dumps({"name": "exact", "source": SOURCE}).encode(), headers=json_type
+        )
+        as_file = await client.post("", data={"name": "exact"}, files={"file": ("r.py", bom + SOURCE.encode())})
+    replies = [in_source, before_json, as_file]
+    assert [reply.status_code for reply in replies] == [201] * 3, in_source.text
+    assert {reply.json()["version"] for reply in replies} == {hashlib.sha256(SOURCE.encode()).hexdigest()}
+
+
 # Changes of a good submission, each with status, rule, line and column, and message.
 REFUSED: list[tuple[dict[str, Any], int, str | None, Any, str]] = [
     ({"source": "x = 1\ndef reward(completions:\n"}, 422, "syntax", (2, 11), "'(' was never closed"),

@@ -65,6 +65,12 @@ def test_an_environment_has_its_own_memory_and_time() -> None:
             "verl",
         ),
         ("def check(solution_str, ground_truth): ...", None, "check", "verl"),
+        (
+            "def compute_score(data_sources, solution_strs, ground_truths, extra_infos): ...",
+            None,
+            "compute_score",
+            "verl_batch",
+        ),
         ("def reward(*args, **kwargs): ...", None, "reward", "trl"),
         ("class Near:\n  def __call__(self, completions): ...\nreward = Near()", None, "reward", "trl"),
     ],
@@ -159,6 +165,20 @@ def test_verl_gets_its_columns_and_others_by_name() -> None:
     assert (row["data_source"], row["extra_info"], row["level"], "other" in row) == ("sums", {"i": 1}, 3, False)
     with pytest.raises(MissingColumnError, match="ground_truth"):
         arguments_for(signature("def compute_score(solution_str, ground_truth): ..."), [rollout(level=3)])
+
+
+def test_verls_batch_form_gets_lists() -> None:
+    source = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos, level): ..."
+    rows = [rollout(answer="4", level=3), rollout("5", answer="6", level=4, extra_info={"i": 1}, data_source="sums")]
+    assert arguments_for(signature(source), rows)["arguments"] == {
+        "data_sources": ["", "sums"],
+        "solution_strs": ["4", "5"],
+        "ground_truths": ["4", "6"],
+        "extra_infos": [{}, {"i": 1}],
+        "level": [3, 4],
+    }
+    with pytest.raises(MissingColumnError, match="ground_truth"):
+        arguments_for(signature(source), [rollout(level=3)])
 
 
 def test_the_version_is_the_hash_of_the_file(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+import sympy
 
 from gspo.reward.sandbox.inside.results import InvalidReturnError, list_values, plain_value
 from gspo.reward.sandbox.values import Failure, Value, read_value
@@ -15,7 +18,21 @@ from gspo_proto.rollout_pb2 import Rollout
 
 
 @pytest.mark.parametrize(
-    ("returned", "number"), [(1, 1.0), (0.5, 0.5), (True, 1.0), (np.float32(0.25), 0.25), (np.array([2.0]), 2.0)]
+    ("returned", "number"),
+    [
+        (1, 1.0),
+        (0.5, 0.5),
+        (True, 1.0),
+        (np.float32(0.25), 0.25),
+        (np.array([2.0]), 2.0),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (Fraction(1, 4), 0.25),
+        (Decimal("0.5"), 0.5),
+        (sympy.Rational(1, 4), 0.25),
+        (sympy.Integer(2), 2.0),
+        (sympy.sqrt(4), 2.0),
+    ],
 )
 def test_numbers_count(returned: Any, number: float) -> None:
     assert read_value(plain_value(returned), "trl") == Value(number)
@@ -24,12 +41,18 @@ def test_numbers_count(returned: Any, number: float) -> None:
 @pytest.mark.parametrize(
     ("returned", "reason"),
     [
-        (None, "returned None"),
+        ({"form": None}, "part 'form': returned None"),
         (math.nan, "returned NaN"),
         (math.inf, "returned infinity"),
         (-math.inf, "returned minus infinity"),
         (-1e308, "returned -1e+308, and rewards are from -1e+30 to 1e+30"),
-        (10**400, "returned infinity"),
+        (10**400, "returned 1.79769e+308, and rewards are from -1e+30 to 1e+30"),
+        (Fraction(-(10**400)), "returned -1.79769e+308, and rewards are from"),
+        (Decimal("NaN"), "returned NaN"),
+        (sympy.oo, "returned infinity"),
+        (sympy.Symbol("x"), "returned Symbol where a number belongs"),
+        (1j, "returned complex where a number belongs"),
+        ([Fraction(1)], "returned list where a number belongs"),
         ({"a": 1e30, "b": 1e30}, "the sum of its parts is 2e+30, and rewards are from"),
         ("1.0", "returned str where a number belongs"),
         ([1.0], "returned list where a number belongs"),
@@ -88,6 +111,33 @@ def test_of_a_verl_dict_the_score_counts() -> None:
     value = read_value(plain_value({"score": 0.5, "acc": 1, "pred": "4"}), "verl")
     assert value == Value(0.5, extras={"acc": 1.0})
     assert read_value(plain_value({"acc": 1.0}), "verl") == Failure("returned a dict without 'score'", "invalid_return")
+
+
+def test_none_of_a_trl_function_is_no_value_and_of_others_a_failure() -> None:
+    assert read_value(plain_value(None), "trl") is None
+    for convention in ("verl", "verl_batch", "openrlhf"):
+        assert read_value(None, convention) == Failure("returned None", "invalid_return")
+
+
+def test_extra_logs_may_be_a_number_of_all_answers() -> None:
+    values = list_values({"rewards": [1, 0], "extra_logs": {"tries": 3, "length": [5, 6]}})
+    assert [read_value(value, "openrlhf") for value in values] == [
+        Value(1.0, extras={"tries": 3.0, "length": 5.0}),
+        Value(0.0, extras={"tries": 3.0, "length": 6.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("logs", "why"),
+    [
+        ({"tries": "three"}, r"returned str as extra_logs\['tries'\], where a number or a list belongs"),
+        ({"tries": [1]}, r"returned 1 values as extra_logs\['tries'\] for 2 answers"),
+        ([1, 2], "returned list as extra_logs, where a dict"),
+    ],
+)
+def test_extra_logs_of_another_form_name_their_key(logs: Any, why: str) -> None:
+    with pytest.raises(InvalidReturnError, match=why):
+        list_values({"rewards": [1, 0], "extra_logs": logs})
 
 
 def test_a_batch_may_come_as_list_tuple_or_array() -> None:

@@ -14,6 +14,7 @@ TRL_NAME, VERL_NAME, OPENRLHF_NAME = "reward", "compute_score", "reward_func"
 # By these parameters a function is recognised; functions/arguments.py has their values.
 TRL_PARAMETERS = frozenset({"completions", "completion_ids"})
 VERL_PARAMETERS = frozenset({"solution_str", "ground_truth"})
+VERL_BATCH_PARAMETERS = frozenset({"solution_strs", "ground_truths"})
 OPENRLHF_PARAMETERS = frozenset({"queries", "labels"})
 ENVIRONMENT_FUNCTIONS = {"reset": ("task",), "step": ("state", "action")}
 
@@ -67,7 +68,7 @@ def _listed(defined: Iterable[str]) -> str:
 
 def _nearly(function: Callable[..., Any]) -> str:
     """The parameter that is nearly one of a convention's."""
-    known = TRL_PARAMETERS | VERL_PARAMETERS | OPENRLHF_PARAMETERS
+    known = TRL_PARAMETERS | VERL_PARAMETERS | VERL_BATCH_PARAMETERS | OPENRLHF_PARAMETERS
     for name in inspect.signature(function).parameters:
         if name not in known and (near := difflib.get_close_matches(name, known, 1, 0.8)):
             return f"; did you mean '{near[0]}' by '{name}'?"
@@ -100,6 +101,8 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
         raise UnfitError(f"defines {name}{signature}, whose positional-only parameters cannot be given by name")
     if takes >= VERL_PARAMETERS:
         convention = "verl"
+    elif takes >= VERL_BATCH_PARAMETERS:
+        convention = "verl_batch"
     elif takes >= OPENRLHF_PARAMETERS:
         convention = "openrlhf"
     elif takes & TRL_PARAMETERS:
@@ -110,7 +113,7 @@ def describe_signature(name: str, function: Callable[..., Any]) -> dict[str, Any
     else:
         raise UnfitError(
             f"defines {name}{signature}, which is neither reward(prompts, completions, **columns), "
-            "nor compute_score(data_source, solution_str, ground_truth, extra_info), "
+            "nor compute_score(data_source, solution_str, ground_truth, extra_info) or its batch form, "
             f"nor reward_func(queries, prompts, labels){_nearly(function)}"
         )
     return {

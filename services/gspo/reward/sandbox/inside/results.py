@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,15 +46,31 @@ def list_values(result: Any) -> list[Any]:
 def _openrlhf_values(result: dict[str, Any]) -> list[Any]:
     """The rewards of OpenRLHF's form, each with the values of `extra_logs` for its row."""
     rewards, logs = list_values(result["rewards"]), result.get("extra_logs") or {}
-    extras = {str(name): list_values(values) for name, values in logs.items()}
+    if not isinstance(logs, dict):
+        raise InvalidReturnError(f"returned {type_name(logs)} as extra_logs, where a dict of named numbers belongs")
+    extras = {str(name): _logged_values(str(name), values, len(rewards)) for name, values in logs.items()}
     if not extras:
         return rewards
-    if any(len(values) != len(rewards) for values in extras.values()):
-        raise InvalidReturnError("returned extra_logs of another length than its rewards")
     return [
         {"parts": {"score": reward, **{name: values[i] for name, values in extras.items()}}}
         for i, reward in enumerate(rewards)
     ]
+
+
+def _logged_values(name: str, values: Any, count: int) -> list[Any]:
+    """The values of one key of `extra_logs`; one number is that of every answer."""
+    where = f"extra_logs['{name}']"
+    if isinstance(number := plain_value(values), float):
+        return [number] * count
+    try:
+        listed = list_values(values)
+    except InvalidReturnError as error:
+        raise InvalidReturnError(
+            f"returned {type_name(values)} as {where}, where a number or a list belongs"
+        ) from error
+    if len(listed) != count:
+        raise InvalidReturnError(f"returned {len(listed)} values as {where} for {count} answers")
+    return listed
 
 
 def plain_value(value: Any) -> Any:
@@ -66,16 +82,17 @@ def plain_value(value: Any) -> Any:
     if hasattr(value, "item"):
         with contextlib.suppress(ValueError, RuntimeError):  # more than one element
             value = value.item()
-    if value is None or isinstance(value, int | float):
-        return None if value is None else _as_float(value)
-    return {"type": type_name(value)}
+    return None if value is None else _as_float(value)
 
 
-def _as_float(number: float) -> float:
+def _as_float(value: Any) -> Any:
+    """A number of any library: of numpy, sympy, fractions, decimal; or {"type": what it is instead}."""
     try:
-        return float(number)
-    except OverflowError:  # an integer beyond every float
-        return math.inf if number > 0 else -math.inf
+        return float(value) if hasattr(value, "__float__") else {"type": type_name(value)}
+    except OverflowError:  # 10**400 is beyond every float; the largest one is refused as well
+        return sys.float_info.max if value > 0 else -sys.float_info.max
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # an expression with a variable, several elements
+        return {"type": type_name(value)}
 
 
 def type_name(value: Any) -> str:
