@@ -189,7 +189,7 @@ async def _try_function(
     except CallError as error:
         wrong_return = error.error_type == "InvalidReturnError"
         fix = "Return a list with one number for each completion" if wrong_return else "Correct the function"
-        _judge(error.error_type, str(error), where, name, fix)
+        _judge(error, str(error), where, name, fix)
         return
     failures = [value for value in values if isinstance(value, Failure)]
     if len(failures) == len(values) and all(failure.error_type == NOT_FINITE for failure in failures):
@@ -203,7 +203,7 @@ async def _try_function(
             continue
         if isinstance(value, Failure):
             fix = "Return numbers" if value.error_type == NOT_A_NUMBER else "Correct the function"
-            _judge(value.error_type, value.reason, where, name, fix)
+            _judge(value, value.reason, where, name, fix)
             continue
         for part in spec.part_weights:
             if part not in value.parts:
@@ -211,9 +211,9 @@ async def _try_function(
                 raise InputError(f"{where}.part_weights.{part}", f"{name} returned no such part", fix)
 
 
-def _judge(error_type: str, reason: str, where: str, name: str, fix: str) -> None:
+def _judge(failure: CallError | Failure, reason: str, where: str, name: str, fix: str) -> None:
     """Refuse a failure that comes for any answer, and warn of one that the made-up answer may have caused."""
-    if error_type in ALWAYS_WRONG:
+    if failure.error_type in ALWAYS_WRONG or failure.kind == "forbidden":
         raise InputError(where, f"{name} {reason}", fix)
     warn(f"{where}: {name}, tried on a made-up answer, {reason}")
 

@@ -64,6 +64,7 @@ def test_a_good_function_passes(tmp_path: Path, capfd: pytest.CaptureFixture[str
         ("def reward(completions): return [{'a': 1e400}] * 2", "part 'a': returned infinity for each"),
         ("def reward(completions): return scores", "raised NameError: name 'scores' is not defined"),
         ("def reward(completions): import no_such_module", "raised ModuleNotFoundError"),
+        ("import os\ndef reward(completions): os.fork()", "a function is one process: .*`url` for a server of yours"),
         ("def compute_score(solution_str, ground_truth): return truth", "raised NameError"),
         ("def compute_score(solution_str, ground_truth): return 'a'", "returned str where a number belongs"),
     ],

@@ -102,6 +102,43 @@ async def test_a_thread_that_outlives_its_call_is_gone_before_the_next(level: An
         assert [(await ask(sandbox, "x")).values for _ in range(2)] == [[3.0], [3.0]]
 
 
+DENIED = """
+import multiprocessing, os, pathlib, socket, subprocess, urllib.request
+from concurrent.futures import ProcessPoolExecutor
+def hidden(): pathlib.Path(__file__).with_name("facts.json").read_text()
+def beside(): open("facts.json")
+def address(): urllib.request.urlopen("http://example.com", timeout=5)
+def connection(): socket.create_connection(("192.0.2.1", 80), timeout=5)
+def client():
+    import httpx
+    httpx.get("http://192.0.2.1", timeout=5)
+def pool(): multiprocessing.Pool(2)
+def executor():
+    with ProcessPoolExecutor(2) as pool: list(pool.map(len, ["x"]))
+def program(): subprocess.run(["true"])
+def copy(): os.fork()
+def mistake(): {}["key"]
+def reward(completions):
+    globals()[completions[0]]()
+"""
+
+
+async def test_a_denial_names_the_way_out(level: Any) -> None:
+    ways = {
+        "hidden": ("forbidden", "hidden: name what it reads under `reads`"),
+        "beside": ("exception", "name the file under `reads`, and open it by its whole path"),
+        **dict.fromkeys(("address", "connection", "client"), ("forbidden", "use `url` for a server of yours, or")),
+        **dict.fromkeys(("pool", "executor", "program", "copy"), ("forbidden", "a function is one process: use")),
+    }
+    async with sandbox_of(DENIED, level) as sandbox:
+        for action, (kind, way) in ways.items():
+            with pytest.raises(CallError, match=way) as denied:
+                await ask(sandbox, action)
+            assert denied.value.kind == kind, action
+        with pytest.raises(CallError, match=r"^raised KeyError: 'key' \(r.py line \d+\)$"):
+            await ask(sandbox, "mistake")
+
+
 GOES_ON = """
 import os, signal, sys, threading
 def spin(*_):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import socket
 import sys
 import traceback
@@ -24,6 +25,20 @@ _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _REFUSED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EROFS, errno.EXDEV)
 _SHOWN = ("/usr/", "/lib", "/bin/", "/proc/self/")
 NO_MORE_THREADS = "can't start new thread"
+# An exception may have been raised from another one, and so on.
+_MAX_CAUSES = 10
+_OF_NETWORK = re.compile(r"socket|getaddrinfo|connect")
+_OF_PROCESSES = re.compile(r"multiprocessing|subprocess|SemLock|fork|spawn|exec|Popen|pty")
+# Ways that a denied function has instead.
+_NO_NETWORK = "no function has the network: use `url` for a server of yours, or the built-in llm_judge"
+_ONE_PROCESS = (
+    "a function is one process: use threads, reward.workers for calls side by side, or `url` for a server of yours"
+)
+_HIDDEN = "files outside the sandbox are hidden: name what it reads under `reads`, and write into the working folder"
+_IN_SCRATCH = (
+    "the working folder is an empty one of the sandbox: name the file under `reads`, and open it by its whole path or "
+    "by Path(__file__).parent"
+)
 
 
 class InvalidReturnError(Exception):
@@ -107,8 +122,8 @@ def describe_error(error: BaseException, path: str) -> dict[str, Any]:
     own = isinstance(error, UnfitError | InvalidReturnError)
     text = str(error) if own else " ".join("".join(traceback.format_exception_only(error)).split())[:TEXT_CHARS]
     kind = failure_kind(error)
-    if kind == "forbidden" and isinstance(error, FileNotFoundError):
-        text += " (files outside the sandbox are hidden)"
+    if way := _way_out(error):
+        text += f" ({way})"
     first = error.__traceback__
     while first is not None and frames and first.tb_frame.f_code.co_filename != path:
         first = first.tb_next
@@ -133,7 +148,12 @@ def nameless_error(error: BaseException) -> dict[str, Any]:
 
 
 def failure_kind(error: BaseException) -> str:
-    """One of services/gspo/reward/sandbox/calls.py's kinds, by the exception."""
+    """One of services/gspo/reward/sandbox/calls.py's kinds, by the exception or by its causes."""
+    kinds = [_own_kind(cause) for cause in _causes(error)]
+    return next((kind for kind in kinds if kind != "exception"), "exception")
+
+
+def _own_kind(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError) or number == errno.ENOMEM:
         return "memory"
@@ -146,9 +166,42 @@ def failure_kind(error: BaseException) -> str:
         return "forbidden"
     if isinstance(error, RuntimeError) and error.args == (NO_MORE_THREADS,):
         return "forbidden"
-    # urllib keeps the reason in an attribute, others raise from it.
-    reason = getattr(error, "reason", None) or error.__cause__
-    return failure_kind(reason) if isinstance(reason, OSError) and reason is not error else "exception"
+    return "exception"
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """An exception, what it was raised from, and so on.
+
+    urllib keeps that in an attribute, requests in the context, and httpx hides it there.
+    """
+    chain = [error]
+    while len(chain) < _MAX_CAUSES:
+        last = chain[-1]
+        is_wrapper = isinstance(last, OSError) and last.errno is None
+        is_wrapper |= last.__suppress_context__ and type(last).__module__ != "builtins"
+        wrapped = last.__context__ if is_wrapper else None
+        reason = getattr(last, "reason", None)
+        reason = reason if isinstance(reason, BaseException) else last.__cause__ or wrapped
+        if reason is None or any(reason is known for known in chain):
+            break
+        chain.append(reason)
+    return chain
+
+
+def _way_out(error: BaseException) -> str:
+    """A way that the sandbox allows, in place of the denied one; empty where none is known."""
+    denied = _causes(error)[-1]
+    if isinstance(denied, FileNotFoundError) and isinstance(denied.filename, str):
+        return _HIDDEN if _is_hidden(denied) else "" if denied.filename.startswith("/") else _IN_SCRATCH
+    if isinstance(denied, socket.gaierror):
+        return _NO_NETWORK
+    if not isinstance(denied, PermissionError):
+        return ""
+    if denied.filename is not None:
+        return _HIDDEN
+    frames = traceback.extract_tb(denied.__traceback__)[-2:]
+    place = " ".join(f"{frame.filename} {frame.line}" for frame in frames)
+    return _NO_NETWORK if _OF_NETWORK.search(place) else _ONE_PROCESS if _OF_PROCESSES.search(place) else ""
 
 
 def _is_hidden(error: BaseException) -> bool:
