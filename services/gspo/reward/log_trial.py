@@ -53,7 +53,8 @@ async def _scores(question: dict[str, Any]) -> list[dict[str, Any]]:
         num_workers=reward.workers,
     )
     paths = tuple(Path(path) for path in question["reads"])
-    code = Code(name, question["source"], "", question["filename"], question["entry"] or None, reads=paths)
+    entry, modules = question["entry"] or None, question["modules"]
+    code = Code(name, question["source"], "", question["filename"], entry, reads=paths, modules=modules)
     function = Function(code, library.sandbox(code, library.limits), question["args"])
     library.configured[name] = function
     try:

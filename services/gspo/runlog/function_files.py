@@ -36,6 +36,7 @@ class FunctionSource:
         is_tryable: Whether its source alone, in a sandbox, is the whole function.
         reads: Paths that its code may read besides.
         used_unix_s: When it was first used.
+        modules: The modules that it takes along: their texts, by their paths from its folder.
     """
 
     name: str
@@ -48,6 +49,12 @@ class FunctionSource:
     is_tryable: bool
     reads: list[str]
     used_unix_s: float
+    modules: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def whole_text(self) -> str:
+        """The source, and behind it every module under its path."""
+        return "\n\n".join([self.source, *(f"# {path}\n{text}" for path, text in self.modules.items())])
 
 
 @dataclass

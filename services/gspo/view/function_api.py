@@ -43,7 +43,7 @@ def add_functions(
         if new.source is None or old.source is None:
             missing = new if new.source is None else old
             raise HTTPException(404, f"the log has no source of version {missing.version[:12]}")
-        lines = difference_of(old.source.source, new.source.source)
+        lines = difference_of(old.source.whole_text, new.source.whole_text)
         return page("difference.html", old=old, new=new, lines=lines)
 
 

@@ -82,7 +82,8 @@ def _version(folder: Path, number: int) -> str:
 def _use(folder: Path, url: str) -> None:
     good, better, bad = (folder / name for name in ("exact.py", "better.py", "bad.py"))
     good.write_text(SOURCE.format(1.0))
-    better.write_text(SOURCE.format(2.0))
+    (folder / "factors.py").write_text("FACTOR = 2.0\n")
+    better.write_text("from factors import FACTOR\n" + SOURCE.format("FACTOR"))
     bad.write_text("import requests\n" + SOURCE.format(1.0))
     (folder / "tests.json").write_text(json.dumps([{"input": {"completion": "4", "answer": "4"}, "expected": 1.0}]))
     (folder / "rows.jsonl").write_text('{"completion": "4", "answer": "4"}\n{"completion": "5", "answer": "4"}\n')
@@ -111,7 +112,7 @@ def _use(folder: Path, url: str) -> None:
         "try", "hostile", folder / "none.jsonl", url=url, code=2
     )
     assert version[:12] in gspo("activate", "exact", version[:8], url=url)
-    assert gspo("show", "exact", "--source", url=url) == better.read_text()
+    assert gspo("show", "exact", "--source", url=url) == better.read_text() + "\n# factors.py\nFACTOR = 2.0\n"
     assert version[:12] in gspo("show", "exact", url=url)
     assert "activate" in gspo("logs", "exact", url=url)
     assert "retired" in gspo("retire", "exact", url=url)

@@ -48,7 +48,8 @@ def test_a_version_and_a_file_score_logged_rollouts(run_dir: Path, tmp_path: Pat
         (1.0, 0.0, True),
     ] * 2
     file = tmp_path / "new.py"
-    file.write_text(SOURCE.replace("float(text == str(a))", "1 / (int(text) - 2)"))
+    file.write_text("from helpers import share\n" + SOURCE.replace("float(text == str(a))", "share(text)"))
+    (tmp_path / "helpers.py").write_text("def share(text):\n    return 1 / (int(text) - 2) if text != '9' else None\n")
     tried = try_on_log(run_dir, str(file), "sums", 1, 2)
     assert len(tried) == 2, "whole groups alone"
     assert "raised ZeroDivisionError" in tried[0].failure

@@ -16,6 +16,8 @@ import pytest
 
 from gspo.common.config.reward import RewardFunction
 from gspo.common.errors import InputError
+from gspo.reward.functions.configured import read_code
+from gspo.reward.functions.run_record import source_of
 from gspo.reward.sandbox.calls import CallError
 from gspo.reward.scoring.scorer import NUM_PROBES, open_scorer
 from gspo_proto.rollout_pb2 import RewardUse, Rollout
@@ -251,6 +253,34 @@ async def test_files_are_imported_and_opened_where_they_are_named(tmp_path: Path
             pass
 
 
+BESIDE = {
+    "helpers.py": "from kit.words import count\n\n\ndef score(text):\n    return count(text) / int(text)\n",
+    "kit/words.py": "import os\nassert not os.path.exists(__file__)\ncount = len\n",
+    "math.py": "raise ImportError('the standard library has it')\n",
+}
+IMPORTS = "import math\nfrom helpers import score\ndef reward(completions): return [score(c) for c in completions]\n"
+
+
+async def test_modules_beside_the_file_come_along_and_belong_to_its_version(tmp_path: Path) -> None:
+    (tmp_path / "kit").mkdir()
+    for name, text in BESIDE.items():
+        (tmp_path / name).write_text(text)
+    config = reward_config(tmp_path, IMPORTS)
+    async with open_scorer(config, name="reward-0") as scorer:
+        (tmp_path / "helpers.py").write_text("")
+        first, failed = await scorer.score([make_rollout("11"), make_rollout("0")])
+        code = scorer.library.configured["r"].code
+        source = source_of(scorer.library.configured["r"])
+    assert reward_or_failure(first) == 2 / 11
+    assert failed.failure == "r: raised ZeroDivisionError: division by zero (r.py line 3)"
+    assert {*code.modules} == {*source.modules} == {"helpers.py", "kit/words.py"}
+    with pytest.raises(InputError, match="cannot import name 'score' from 'helpers'"):
+        async with open_scorer(config, name="reward-0"):
+            pass
+    (tmp_path / "helpers.py").write_text(BESIDE["helpers.py"] + "# another text")
+    assert read_code(config.functions[0], "reward.functions.0").version != code.version
+
+
 async def test_the_file_that_was_read_at_the_start_scores_to_the_end(tmp_path: Path) -> None:
     source = "def reward(completions):\n    if completions == ['die']: os._exit(1)\n    return [1.0]\n"
     async with open_scorer(reward_config(tmp_path, "import os\n" + source), name="reward-0") as scorer:
@@ -304,7 +334,7 @@ async def test_the_function_dies_with_its_service(tmp_path: Path) -> None:
         ("def a(completions): ...\ndef b(completions): ...", "several reward functions: a, b. Name one with `entry:`"),
         (
             "import no_such_module",
-            "cannot be loaded: raised ModuleNotFoundError: No module named 'no_such_module' .r.py line 1",
+            r"ModuleNotFoundError: No module named 'no_such_module' .r.py line 1.\. .* under `reads`, or install its",
         ),
         ("import os\nos._exit(4)", r"cannot be loaded: its process died \(exit code 4\)"),
         ("x = bytearray(2**40)\ndef reward(completions): ...", "raised MemoryError.*Raise reward.memory_mb"),

@@ -46,7 +46,7 @@ def test_a_version_is_the_hash_of_what_decides_the_value() -> None:
         ("import requests", 1, 1, "imports 'requests'"),
         ("import os, numpy.linalg, torch", 1, 1, "imports 'torch'"),
         ("def f():\n    from flask import Flask", 2, 5, "imports 'flask'"),
-        ("from . import other", 1, 1, "a submission is one file"),
+        ("from . import other", 1, 1, "imports '.', and no package holds it. Import a module of `modules`"),
         ("x = __import__('requests')", 1, 5, "imports 'requests'"),
         ("import importlib\nimportlib.import_module('aiohttp')", 2, 1, "imports 'aiohttp'"),
         ("def f(:", 1, 7, "invalid syntax"),
@@ -57,7 +57,7 @@ def test_a_version_is_the_hash_of_what_decides_the_value() -> None:
 )
 def test_a_source_is_refused_with_its_place(source: str, line: int, column: int, message: str) -> None:
     with pytest.raises(InputRefusedError) as refused:
-        check_imports(outline_of(source), ALLOWED)
+        check_imports({"": outline_of(source)}, ALLOWED)
     (problem,) = refused.value.problems
     assert (problem.line, problem.column) == (line, column)
     assert message in problem.text
@@ -65,21 +65,36 @@ def test_a_source_is_refused_with_its_place(source: str, line: int, column: int,
 
 def outline_of(source: str) -> Outline:
     """As Admission does, without a sandbox."""
-    outline = msgspec.convert(json.loads(json.dumps(read_source.reset({"source": source})[0])), Outline)
+    task = {"source": source, "modules": {}}
+    outline = msgspec.convert(json.loads(json.dumps(read_source.reset(task)[0][""])), Outline)
     if outline.wrong:
         raise InputRefusedError([Problem("syntax", *outline.wrong)])
     return outline
 
 
+def test_a_module_is_checked_as_the_source_is() -> None:
+    outlines = {
+        "": outline_of("import helpers, lib.words"),
+        "helpers.py": outline_of("import json\n\nimport requests\nfrom . import other"),
+        "lib/words.py": outline_of("from . import other\nfrom ..lib import other"),
+    }
+    with pytest.raises(InputRefusedError) as refused:
+        check_imports(outlines, ALLOWED)
+    first, second = refused.value.problems
+    assert first.text.startswith("helpers.py, line 3, column 1: imports 'requests', which is neither")
+    assert second.text.startswith("helpers.py, line 4, column 1: imports '.', and no package holds it")
+    assert (first.field, first.line, first.column) == ("modules.helpers.py", None, None)
+
+
 def test_every_forbidden_import_is_named_at_once() -> None:
     with pytest.raises(InputRefusedError) as refused:
-        check_imports(outline_of("import requests\nimport json\nimport flask"), ALLOWED)
+        check_imports({"": outline_of("import requests\nimport json\nimport flask")}, ALLOWED)
     assert [problem.line for problem in refused.value.problems] == [1, 3]
 
 
 def test_allowed_imports_pass_and_definitions_have_their_place() -> None:
     outline = outline_of("import json, math_verify\nfrom numpy.linalg import norm\n\ndef reward(completions): ...")
-    check_imports(outline, ALLOWED)
+    check_imports({"": outline}, ALLOWED)
     assert outline.place_of(("reward",)) == outline.place_of(("other",)) == (4, 1)
     assert outline_of("x = 1").place_of(("reward",)) == (1, 1)
 
@@ -89,8 +104,8 @@ def test_packages_are_seen_without_parsing() -> None:
         "import torch\nfrom numpy.linalg import norm\nimport sympy as s, os\n"
         "def f(:\n    import scipy\nfrom . import regex\nmy import torch\n" + "(" * 10**5
     )
-    assert packages_to_share(text, Importable(())) == ["torch", "numpy.linalg", "sympy", "scipy"]
-    assert "torch" not in packages_to_share(text, Importable((Path("/nowhere/torch.py"),)))
+    assert packages_to_share([text], Importable(())) == ["torch", "numpy.linalg", "sympy", "scipy"]
+    assert "torch" not in packages_to_share([text], Importable((Path("/nowhere/torch.py"),)))
 
 
 def test_tokens_are_read_line_by_line(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.rundir.start import check_run_dir
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.errors import EXIT_BAD_INPUT, InputError
+from gspo.common.modules_beside import modules_beside
 from gspo.common.service.module_command import module_command
 from gspo.runlog.function_files import read_sources
 from gspo.view.log_query import LogQuery
@@ -99,7 +100,7 @@ def _question(run_dir: Path, candidate: str, name: str) -> dict[str, Any]:
             rule = f"{source.name} is more than a source: a server, a model, or a built-in that runs code"
             raise InputError(candidate, rule, "Give a Python file, or a version with a source")
         fields = {"source": source.source, "filename": source.filename, "entry": source.entry, "args": source.args}
-        return fields | {"reads": source.reads}
+        return fields | {"reads": source.reads, "modules": source.modules}
     path = Path(candidate)
     try:
         text = path.read_text(encoding="utf-8")
@@ -108,7 +109,8 @@ def _question(run_dir: Path, candidate: str, name: str) -> dict[str, Any]:
         raise InputError(candidate, rule, "`gspo view` shows the versions under Functions") from error
     logged = [source for source in read_sources(run_dir / "log") if source.name == name]
     args = logged[-1].args if logged else {}
-    return {"source": text, "filename": path.name, "entry": "", "args": args, "reads": []}
+    modules = modules_beside(path, text, candidate)
+    return {"source": text, "filename": path.name, "entry": "", "args": args, "reads": [], "modules": modules}
 
 
 def _ask(question: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo.common.errors import InputError, printable
+from gspo.common.modules_beside import modules_beside
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,17 +44,18 @@ def submit(
     run: Run = None,
     url: Url = None,
 ) -> None:
-    """Submit a file. The service checks, loads and tests it, then stores it; prints name and version.
+    """Submit a file with the modules beside it that it imports. The service checks, loads and tests it, then stores it.
 
     The first version of a name is active at once. A later one needs --activate or `gspo reward activate`.
 
     Example: [bold]gspo reward submit reward.py --name exact --tests cases.json[/]
     """
-    limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "cpu_s": cpu_s}
+    limits, source = {"timeout_s": timeout_s, "memory_mb": memory_mb, "cpu_s": cpu_s}, _read_text(file)
     body: dict[str, Any] = {
         "name": name or file.stem,
         "kind": kind,
-        "source": _read_text(file),
+        "source": source,
+        "modules": modules_beside(file, source, str(file)),
         "limits": {key: value for key, value in limits.items() if value is not None},
         "tests": [] if tests is None else _parse(_read_text(tests), tests),
         "activate": activate,
@@ -94,7 +96,10 @@ def show(
     client = _client(run, url)
     if source or version:
         query = {"version": version} if version else {}
-        typer.echo(client.call("GET", f"/{name}/source", params=query)["source"], nl=False)
+        reply = client.call("GET", f"/{name}/source", params=query)
+        typer.echo(reply["source"], nl=False)
+        for path, text in reply["modules"].items():
+            typer.echo(f"\n# {path}\n{text}", nl=False)
         return
     facts = {"reward": client.call("GET", f"/{name}"), **client.call("GET", f"/{name}/usage")}
     if facts["reward"]["origin"] == "registered":

@@ -17,6 +17,7 @@ from gspo.common.config.fields import Section
 from gspo.common.config.reward import EnvironmentConfig, RewardConfig, RewardFunction
 from gspo.common.config.sources import CodeSpec, Source, code_of
 from gspo.common.errors import InputError, nearest
+from gspo.common.modules_beside import modules_beside
 from gspo.reward.functions.classifier import PROGRAM, ClassifierOptions, ClassifierProcess
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError
 from gspo.reward.functions.policy_code import CodeTests, ToolEnvironment
@@ -26,6 +27,7 @@ from gspo.reward.registry.store import OfflineRegistry, Registry
 from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import CallError, CallLimits, Code, CodeKind
 from gspo.reward.sandbox.execution import Sandbox
+from gspo.reward.sandbox.launch import Importable
 from gspo.reward.sandbox.levels import find_level
 
 BUILTINS = Path(__file__).parent / "builtins"
@@ -136,10 +138,11 @@ def read_code(spec: CodeSpec, key: str) -> Code:
             fix = "Give a file or folder that the function reads"
             raise InputError(f"{key}.reads.{index}", f"{place_read} does not exist", fix)
     reads = tuple(place_read.resolve() for place_read in spec.reads)
-    if isinstance(spec, EnvironmentConfig):
-        version = version_of(data, kind="environment", entry=entry)
-        return Code(spec.label, text, version, shown, entry, "environment", reads)
-    return Code(spec.label, text, version_of(data, entry=entry, args=spec.args), shown, entry, reads=reads)
+    modules = modules_beside(path, text, where, Importable(reads).__contains__) if spec.path else {}
+    kind: CodeKind = "environment" if isinstance(spec, EnvironmentConfig) else "reward"
+    args = {} if isinstance(spec, EnvironmentConfig) else spec.args
+    version = version_of(data, kind, entry, args=args, modules=modules)
+    return Code(spec.label, text, version, shown, entry, kind, reads, modules)
 
 
 def _read_options(options: type[_Options], function: RewardFunction, key: str) -> _Options:
@@ -192,6 +195,11 @@ def _how_to_fix(error: CallError, kind: CodeKind) -> str:
         return "Name one with `entry:`, or list the file once for each with `name:` and `entry:`"
     if error.error_type == "UnfitError":
         return "Define reward(prompts, completions, **columns) or verl's compute_score, or name the function: `entry:`"
+    if error.error_type == "ModuleNotFoundError":
+        return (
+            "A module beside the file is taken along where an import names it. Name another one under `reads`, or "
+            "install its package into the Python of this service"
+        )
     if error.error_type == "MemoryError":
         return "Raise reward.memory_mb"
     if error.kind == "timeout":

@@ -253,4 +253,5 @@ class Library:
 
 def code_of(name: str, content: Content) -> Code:
     """A registered version as the sandbox loads it."""
-    return Code(name, content.source, content.version, f"{name}.py", content.entry or None, content.kind)
+    entry, modules = content.entry or None, content.modules
+    return Code(name, content.source, content.version, f"{name}.py", entry, content.kind, modules=modules)

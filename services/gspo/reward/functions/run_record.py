@@ -87,4 +87,5 @@ def source_of(function: Function) -> FunctionSource:
         is_tryable=bool(code.text) and type(function.callee) is Sandbox,
         reads=[str(path) for path in code.reads],
         used_unix_s=time.time(),
+        modules=dict(code.modules),
     )

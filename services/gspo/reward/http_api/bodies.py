@@ -39,7 +39,7 @@ _PLAIN: TypeAdapter[Any] = TypeAdapter(PlainJson)
 _REFERENCE = "#/components/schemas/{model}"
 # As Python names them. Others are not text, or take long to decode.
 _ENCODINGS = ("utf-8", "utf-8-sig", "ascii", "iso8859-1", "cp1252")
-_JSON_FIELDS = ("limits", "tests", "activate")
+_JSON_FIELDS = ("limits", "tests", "activate", "modules")
 SOURCE = """def reward(completions, answer, **columns):
     return [float(text.strip() == right) for text, right in zip(completions, answer)]
 """
@@ -133,7 +133,7 @@ class VersionView(BaseModel):
     """One version under a name."""
 
     name: str
-    version: str = Field(description="SHA-256 of the source; with kind, entry and limits behind it where given")
+    version: str = Field(description="SHA-256 of the source; with kind, entry, limits and modules behind it if set")
     kind: Kind
     active: bool
     entry: str
@@ -181,6 +181,7 @@ class SourceView(BaseModel):
     name: str
     version: str
     source: str
+    modules: dict[str, str] = Field({}, description="The modules that it takes along, by their paths")
 
 
 class UsageList(BaseModel):
@@ -325,6 +326,7 @@ def request_body() -> dict[str, Any]:
             "file": {"type": "string", "format": "binary", "description": "The Python file"},
             "kind": _SCHEMA["properties"]["kind"],
             "entry": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]{0,99}$"},
+            "modules": {"type": "string", "description": "As JSON", "examples": ['{"helpers.py": "..."}']},
             "limits": {"type": "string", "description": "As JSON", "examples": ['{"timeout_s": 5}']},
             "tests": {"type": "string", "description": "As JSON", "examples": ["[]"]},
             "activate": {"type": "string", "enum": ["true", "false"]},

@@ -141,9 +141,10 @@ class RewardApi:
     async def get_source(self, name: NamePath, version: VersionQuery = None) -> SourceView:
         """The source of a version."""
         if function := self.library.configured.get(name):
-            return SourceView(name=name, version=function.code.version, source=function.code.text)
+            code = function.code
+            return SourceView(name=name, version=code.version, source=code.text, modules=dict(code.modules))
         content = await self._content(name, version)
-        return SourceView(name=name, version=content.version, source=content.source)
+        return SourceView(name=name, version=content.version, source=content.source, modules=content.modules)
 
     async def _content(self, name: str, version: str | None) -> Content:
         registered = await self._registered_name(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,6 +22,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+
+from gspo.common.modules_beside import MAX_MODULE_BYTES, MAX_MODULES
 
 Action = Literal["submit", "activate", "retire", "remove"]
 Kind = Literal["reward", "environment"]
@@ -61,12 +63,28 @@ def _few(most: int, members: str, rule: str) -> Callable[[Any], Any]:
     return check
 
 
+def _has_few_bytes(modules: dict[str, str]) -> dict[str, str]:
+    num_bytes = sum(len(text.encode()) for text in modules.values())
+    if num_bytes > MAX_MODULE_BYTES:
+        raise ValueError(f"have {num_bytes} bytes together, and at most {MAX_MODULE_BYTES} are taken")
+    return modules
+
+
 _has_few_parts = _few(MAX_PARTS, "parts", f"a function returns at most {MAX_PARTS}")
 has_few_columns = _few(MAX_COLUMNS, "columns", f"at most {MAX_COLUMNS} are taken")
 Columns = Annotated[dict[str, Any], BeforeValidator(has_few_columns), AfterValidator(_is_plain_json)]
 PlainJson = Annotated[Any, AfterValidator(_is_plain_json)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+ModulePath = Annotated[
+    str, StringConstraints(pattern=r"^([A-Za-z_][A-Za-z0-9_]*/)*[A-Za-z_][A-Za-z0-9_]*\.py$", max_length=200)
+]
 SourceText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE_CHARS), BeforeValidator(_without_bom)]
+ModuleText = Annotated[str, StringConstraints(max_length=MAX_SOURCE_CHARS), BeforeValidator(_without_bom)]
+Modules = Annotated[
+    dict[ModulePath, ModuleText],
+    BeforeValidator(_few(MAX_MODULES, "modules", f"at most {MAX_MODULES} are taken")),
+    AfterValidator(_has_few_bytes),
+]
 
 
 class RequestBody(BaseModel):
@@ -117,11 +135,14 @@ class Submission(RequestBody):
 
     name: FunctionName = Field(description="Its name in runs; versions of one function share it")
     source: SourceText = Field(
-        description="Python: one file, importing the standard library and reward.allowed_packages"
+        description="Python, importing the standard library, reward.allowed_packages and its own modules"
     )
     kind: Kind = "reward"
     entry: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")] | None = Field(
         None, description="Name of the function, where the source holds more than one. Of a reward only"
+    )
+    modules: Modules = Field(
+        {}, description="Modules that it imports from beside it: the text of each by its path, such as helpers.py"
     )
     limits: RequestedLimits = RequestedLimits()
     # A million elements of a wrong kind are one problem, not a million.
@@ -135,7 +156,7 @@ class Submission(RequestBody):
     @property
     def version(self) -> str:
         """The content's hash: see `version_of`."""
-        return version_of(self.source.encode(), self.kind, self.entry, self.limits)
+        return version_of(self.source.encode(), self.kind, self.entry, self.limits, modules=self.modules)
 
 
 def version_of(
@@ -144,13 +165,15 @@ def version_of(
     entry: str | None = None,
     limits: RequestedLimits | None = None,
     args: dict[str, Any] | None = None,
+    modules: Mapping[str, str] | None = None,
 ) -> str:
-    """SHA-256 of the source, extended by kind (unless reward), entry, limits and args if they are set.
+    """SHA-256 of the source, extended by kind (unless reward), entry, limits, args and modules if they are set.
 
     So the version of a source alone is what `sha256sum` prints, and the same function under other limits is another
     version: it may fail where the first does not.
     """
-    further: dict[str, Any] = {"entry": entry, "args": args or None, **(limits.model_dump() if limits else {})}
+    further: dict[str, Any] = {"entry": entry, "args": args or None, "modules": dict(modules or {}) or None}
+    further |= limits.model_dump() if limits else {}
     further = {key: value for key, value in further.items() if value is not None}
     if kind != "reward":
         further["kind"] = kind
@@ -193,6 +216,7 @@ class Content(Stored):
     kind: Kind
     source: str
     entry: str = Field(description="Name of the function; empty for an environment")
+    modules: dict[str, str] = {}
     limits: RequestedLimits = RequestedLimits()
     tests: tuple[TestCase, ...] = ()
     signature: StoredSignature = StoredSignature()
@@ -363,7 +387,7 @@ def read_content(version: str, text: str) -> Content:
     except ValidationError as error:
         raise UnreadableError(f"version {version[:12]} cannot be read ({_short(error)}). {_MEND}") from error
     entry = content.entry or None
-    if version_of(content.source.encode(), content.kind, entry, content.limits) != version:
+    if version_of(content.source.encode(), content.kind, entry, content.limits, modules=content.modules) != version:
         raise UnreadableError(f"version {version[:12]} cannot be read (its content has another hash). {_MEND}")
     return content
 

@@ -9,6 +9,7 @@ A question is one of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, get_args
@@ -58,6 +59,7 @@ class Code:
         filename: Shown in tracebacks; `__file__` of the module.
         entry: The function, or for an environment the object that has reset and step; None: recognised by its form.
         reads: Files and folders beside its own text that it may read and import from.
+        modules: The modules beside its file that it takes along: their texts, by their paths from there.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Code:
     entry: str | None = None
     kind: CodeKind = "reward"
     reads: tuple[Path, ...] = field(default=())
+    modules: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 class Signature(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ threads left. A function of user code
 
 - has one process, with threads, and 256 open files; it makes no other process and starts no program
 - reads Python, the installed packages, the system's libraries and the paths of `Code.reads`; writes in its own scratch
+- imports the modules that it takes along (`Code.modules`), which come as texts and not as files
 - opens no socket, sees and signals no other process, has no capability, knows nothing of the service's environment
 - ends at its limits of wall clock, processor time, memory, output and scratch
 - is the first to be ended if the machine runs out of memory
@@ -82,7 +83,7 @@ class Sandbox:
         self.code, self.limits, self.level = code, limits, level
         self._load_timeout_s = load_timeout_s or LOAD_TIMEOUT_S
         self._signature: Signature | None = None
-        self._importable = Importable(code.reads)
+        self._importable = Importable(code.reads, code.modules)
         self._num_workers, self._slots = num_workers, asyncio.Semaphore(num_workers)
         self._supervisor: SupervisorLink | None = None
         self._starting, self._closing = asyncio.Lock(), asyncio.Lock()
@@ -215,6 +216,7 @@ class Sandbox:
             "entry": self.code.entry,
             "kind": self.code.kind,
             "folders": [str(folder) for folder in self._importable.folders],
+            "texts": dict(self.code.modules),
             "modules": {name: str(path) for name, path in self._importable.modules.items()},
         }
         try:
@@ -301,7 +303,7 @@ class Sandbox:
                 log.error("supervisor_died", function=self.code.name)
                 await self._end_all()
             if self._supervisor is None:
-                packages = packages_to_share(self.code.text, self._importable)
+                packages = packages_to_share([self.code.text, *self.code.modules.values()], self._importable)
                 self._supervisor = await SupervisorLink.start(
                     self.level, self.code.reads, packages, num_workers=self._num_workers
                 )

@@ -10,7 +10,7 @@ import json
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -146,30 +146,35 @@ def _bubblewrap(places: Sequence[Path], uid: int, num_slots: int) -> list[str]:
 
 
 class Importable:
-    """The modules and packages at the paths that a function may read.
+    """The modules and packages at the paths that a function may read, and those that it takes along.
+
+    Args:
+        reads: The paths.
+        carried: Paths of the others, from the folder of its file.
 
     Attributes:
         folders: Folders of modules.
         modules: Name -> file of single modules, and of packages.
     """
 
-    def __init__(self, reads: Sequence[Path]) -> None:
+    def __init__(self, reads: Sequence[Path], carried: Iterable[str] = ()) -> None:
         packages = {path.name: path / "__init__.py" for path in reads if (path / "__init__.py").is_file()}
         self.folders = [path for path in reads if path.is_dir() and path.name not in packages]
         self.modules = packages | {path.stem: path for path in reads if path.suffix == ".py"}
+        self._carried = {Path(path).parts[0].removesuffix(".py") for path in carried}
 
     def __contains__(self, name: str) -> bool:
         places = (place for folder in self.folders for place in (folder / name, folder / f"{name}.py"))
-        return name in self.modules or any(place.exists() for place in places)
+        return name in self.modules or name in self._carried or any(place.exists() for place in places)
 
 
-def packages_to_share(text: str, importable: Importable) -> list[str]:
-    """Known packages that a text seems to import, in their order, but for those that its own files shadow.
+def packages_to_share(texts: Iterable[str], importable: Importable) -> list[str]:
+    """Known packages that texts seem to import, in their order, but for those that its own files shadow.
 
-    It compares lines and parses nothing, because the text is not trusted. Workers do an import that it misses; an
+    It compares lines and parses nothing, because the texts are not trusted. Workers do an import that it misses; an
     import in a comment costs time alone.
     """
-    names = dict.fromkeys(_imported(text))
+    names = dict.fromkeys(name for text in texts for name in _imported(text))
     return [name for name in names if (top := name.partition(".")[0]) in KNOWN and top not in importable]
 
 

@@ -11,8 +11,8 @@ import asyncio
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -112,6 +112,7 @@ class Admission:
             kind=submission.kind,
             source=submission.source,
             entry=submission.entry or "",
+            modules=submission.modules,
             limits=submission.limits,
             tests=submission.tests,
         )
@@ -131,21 +132,24 @@ class Admission:
     async def _run(self, submission: Submission, content: Content, who: str) -> Content:
         lock = asyncio.Lock() if who == ANONYMOUS.name else self._caller_locks[who]
         async with lock, self._free:
-            outline = await self._read(submission.source)
-            check_imports(outline, self._allowed)
-            return await self._run_now(submission, content, outline)
+            outlines = await self._read(submission)
+            check_imports(outlines, self._allowed)
+            return await self._run_now(submission, content, outlines[""])
 
-    async def _read(self, source: str) -> Outline:
+    async def _read(self, submission: Submission) -> dict[str, Outline]:
+        """The outlines of the source, under the path "", and of the modules."""
         try:
-            question = {"function": "reset", "arguments": {"task": {"source": source}}}
-            answer = await self._source_reader.call(question, session=None)
-            outline = msgspec.convert(answer.values[0], Outline)
+            task = {"source": submission.source, "modules": submission.modules}
+            answer = await self._source_reader.call({"function": "reset", "arguments": {"task": task}}, session=None)
+            outlines = msgspec.convert(answer.values[0], dict[str, Outline])
         except CallError as error:
             problem = Problem("syntax", f"the source cannot be compiled: {error}", 1, 1)
             raise InputRefusedError([problem]) from error
-        if outline.wrong is not None:
-            raise InputRefusedError([Problem("syntax", *outline.wrong)])
-        return outline
+        for path, outline in outlines.items():
+            if outline.wrong is not None:
+                text, line, column = outline.wrong
+                raise InputRefusedError([_of_module(path, Problem("syntax", text, line, column))])
+        return outlines
 
     async def _run_now(self, submission: Submission, content: Content, outline: Outline) -> Content:
         code = code_of(submission.name, content)
@@ -218,29 +222,42 @@ def _load_problem(error: CallError, outline: Outline, submission: Submission) ->
     return Problem(rule, text, line, column, error.traceback, error.output)
 
 
-def check_imports(outline: Outline, allowed_packages: Collection[str]) -> None:
-    """Check that a source imports only the standard library and allowed packages.
+def check_imports(outlines: Mapping[str, Outline], allowed_packages: Collection[str]) -> None:
+    """Check that a source and its modules import only these, the standard library and allowed packages.
+
+    Args:
+        outlines: By path; that of the source under "".
 
     Raises:
-        InputRefusedError: It imports something else; with line and column of each place.
+        InputRefusedError: Something else is imported; with line and column of each place.
     """
-    known = sys.stdlib_module_names | importable(tuple(allowed_packages))
+    own = {path.partition("/")[0].removesuffix(".py") for path in outlines}
+    known = sys.stdlib_module_names | importable(tuple(allowed_packages)) | own
     allowed = ", ".join(sorted(allowed_packages)) or "none"
     problems = []
-    for module, line, column in outline.imports:
-        top = module.split(".")[0]
-        if module.startswith("."):
-            why = f"'{module}' from beside it, and a submission is one file. Put it into the source"
-        elif top not in known:
-            why = (
-                f"'{top[:MAX_NAME_CHARS]}', which is neither in the standard library nor among "
-                f"reward.allowed_packages ({allowed}). Do without it, or ask for its addition there"
-            )
-        else:
-            continue
-        problems.append(Problem("import", f"line {line}, column {column}: imports {why}", line, column))
+    for path, outline in outlines.items():
+        for module, line, column in outline.imports:
+            top = module.split(".")[0]
+            if module.startswith(".") and "/" not in path:
+                why = f"'{module}', and no package holds it. Import a module of `modules` by its whole name"
+            elif top and top not in known:
+                why = (
+                    f"'{top[:MAX_NAME_CHARS]}', which is neither in the standard library nor among "
+                    f"reward.allowed_packages ({allowed}) or `modules`. Do without it, or ask for its addition there"
+                )
+            else:
+                continue
+            problem = Problem("import", f"line {line}, column {column}: imports {why}", line, column)
+            problems.append(_of_module(path, problem))
     if problems:
         raise InputRefusedError(problems[:MAX_PROBLEMS])
+
+
+def _of_module(path: str, problem: Problem) -> Problem:
+    """A problem of the source, or of the module at a path, whose lines are not those of the source."""
+    if not path:
+        return problem
+    return replace(problem, text=f"{path}, {problem.text}", field=f"modules.{path}", line=None, column=None)
 
 
 @cache

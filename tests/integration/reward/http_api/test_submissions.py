@@ -15,6 +15,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.reward.registry.records import Content, RequestedLimits, Submission
+from gspo.reward.registry.store import Registry
 from gspo_proto.rollout_pb2 import RewardUse
 from tests.integration.reward.http_api.rest_client import NEWER, SOURCE, open_rest_client
 from tests.support.reward_rollouts import make_rollout, reward_or_failure
@@ -87,6 +88,37 @@ async def _look_back(client: Any, old: str, new: str) -> None:
     assert {line["who"] for line in lines} == {"anonymous"}
     listed = {reward["name"]: reward["origin"] for reward in (await client.get("")).json()["rewards"]}
     assert listed == {"r": "configured", "exact": "registered"}
+
+
+async def test_modules_are_submitted_with_the_source(redis: Redis, tmp_path: Path) -> None:
+    source = "from helpers import same\ndef reward(completions, answer): return [*map(same, completions, answer)]\n"
+    modules = {"helpers.py": "def same(text, answer):\n    return float(float(text) == float(answer))\n"}
+    body = {"name": "exact", "source": source, "modules": modules, "tests": [CASE]}
+    async with open_rest_client(tmp_path, redis) as (client, _, _):
+        accepted = await client.post("", json=body)
+        assert accepted.status_code == 201, accepted.text
+        version = accepted.json()["version"]
+        as_form = {"name": "exact", "modules": json.dumps(modules)}
+        again = await client.post("", data=as_form, files={"file": ("r.py", source)})
+        assert (again.json()["version"], again.json()["new"]) == (version, False)
+        other = await client.post("", json=body | {"modules": {"helpers.py": modules["helpers.py"] + "#"}})
+        assert other.json()["version"] not in (version, hashlib.sha256(source.encode()).hexdigest())
+        assert (await client.get("/exact/source", params={"version": version})).json()["modules"] == modules
+        rows = [{"completion": "four", "answer": "4"}]
+        (tried,) = (await client.post("/exact/try", json={"rows": rows})).json()["results"]
+        # Only Redis and the copy on disk have it: another replica reads the same.
+        assert (await Registry(redis, tmp_path / "copy", replica="other").resolve("exact", version)).modules == modules
+        for wrong, field in (
+            ({"../up.py": ""}, "modules"),
+            ({f"m{number}.py": "" for number in range(33)}, "modules"),
+            ({"helpers.py": "import requests"}, "modules.helpers.py"),
+            ({"helpers.py": "x = ("}, "modules.helpers.py"),
+        ):
+            refused = await client.post("", json=body | {"modules": wrong})
+            assert refused.status_code == 422
+            assert refused.json()["problems"][0]["field"].startswith(field)
+    assert tried["failure"]["text"].startswith("raised ValueError: could not convert string to float: 'four'")
+    assert "return float(float(text) == float(answer))" in tried["failure"]["traceback"]
 
 
 async def test_a_bom_changes_nothing(redis: Redis, tmp_path: Path) -> None:

@@ -14,24 +14,28 @@ MAX_IMPORTS = 1000
 
 
 def reset(task: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The outline of `task["source"]`.
+    """The outlines of the file `task["source"]`, under the path "", and of `task["modules"]`, by their paths.
 
-    It is {"wrong": [text, line, column]}, or
+    Each is {"wrong": [text, line, column]}, or
     {"imports": [[module, line, column], ...], "defined": [[name, line, column], ...]}.
     """
+    return {path: _outline(text) for path, text in {"": task["source"], **task["modules"]}.items()}, ""
+
+
+def _outline(source: str) -> dict[str, Any]:
     try:
-        tree = ast.parse(task["source"])
+        tree = ast.parse(source)
         compile(tree, "submission", "exec", dont_inherit=True)
     except SyntaxError as error:
         line, column = error.lineno or 1, max(error.offset or 1, 1)
-        return {"wrong": [f"line {line}, column {column}: {error.msg}", line, column]}, ""
+        return {"wrong": [f"line {line}, column {column}: {error.msg}", line, column]}
     except (ValueError, RecursionError, MemoryError, OverflowError) as error:
-        return {"wrong": [f"the source cannot be compiled: {str(error) or type(error).__name__}", 1, 1]}, ""
+        return {"wrong": [f"the source cannot be compiled: {str(error) or type(error).__name__}", 1, 1]}
     places = [(module, node.lineno, node.col_offset + 1) for node, module in imports(tree)]
     if len(places) > MAX_IMPORTS:
-        return {"wrong": [f"the source has {len(places)} imports, and at most {MAX_IMPORTS} are read", 1, 1]}, ""
+        return {"wrong": [f"the source has {len(places)} imports, and at most {MAX_IMPORTS} are read", 1, 1]}
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    return {"imports": places, "defined": [(node.name, node.lineno, node.col_offset + 1) for node in functions]}, ""
+    return {"imports": places, "defined": [(node.name, node.lineno, node.col_offset + 1) for node in functions]}
 
 
 def step(state: Any, action: str) -> tuple[Any, str, float, bool]:

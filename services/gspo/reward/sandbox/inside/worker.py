@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.abc import MetaPathFinder
+from importlib.abc import ExecutionLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -85,6 +85,53 @@ class NamedModules(MetaPathFinder):
         return spec_from_file_location(fullname, file) if file else None
 
 
+class CarriedModules(MetaPathFinder):
+    """Finds the modules that came as texts with the code.
+
+    Args:
+        folder: Folder of the code's file, which nothing here can read.
+        texts: By path from there.
+    """
+
+    def __init__(self, folder: Path, texts: dict[str, str]) -> None:
+        self._files = {_module_name(path): (str(folder / path), text) for path, text in texts.items()}
+        # Folders of modules without __init__.py are packages too.
+        parents = {str(parent).replace("/", "."): folder / parent for path in texts for parent in Path(path).parents}
+        self._folders = {name: str(place) for name, place in parents.items() if name != "."}
+
+    def find_spec(self, fullname: str, _path: Any, _target: Any = None) -> ModuleSpec | None:
+        """Called by import."""
+        if fullname in self._files:
+            path, text = self._files[fullname]
+            inner = [str(Path(path).parent)] if path.endswith("/__init__.py") else None
+            loader = TextLoader(path, text)
+            return spec_from_file_location(fullname, path, loader=loader, submodule_search_locations=inner)
+        if fullname in self._folders:
+            spec = ModuleSpec(fullname, None, is_package=True)
+            spec.submodule_search_locations = [self._folders[fullname]]
+            return spec
+        return None
+
+
+class TextLoader(ExecutionLoader):
+    """Loads a module from its text; tracebacks quote its lines."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self._path, self._text = path, text
+
+    def get_filename(self, _fullname: str) -> str:
+        """Called by import."""
+        return self._path
+
+    def get_source(self, _fullname: str) -> str:
+        """Called by import, and for tracebacks."""
+        return self._text
+
+
+def _module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 class LoadedCode:
     """Holds the loaded code."""
 
@@ -107,7 +154,8 @@ class LoadedCode:
         return {"values": list_values(self._wait(self._call(question["arguments"])))}
 
     def _load(self, question: dict[str, Any]) -> dict[str, Any]:
-        sys.meta_path.insert(0, NamedModules(question["modules"]))
+        carried = CarriedModules(Path(self.path).parent, question["texts"])
+        sys.meta_path[:0] = [NamedModules(question["modules"]), carried]
         module = load_module(self.path, question["source"], question["folders"])
         if question["kind"] == "environment":
             self._functions, entry = find_environment(module, question["entry"])
