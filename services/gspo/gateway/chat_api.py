@@ -19,17 +19,20 @@ from vllm.entrypoints.openai.models import api_router as models
 from vllm.entrypoints.openai.responses import api_router as responses
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import VLLMValidationError
+from vllm.parser.abstract_parser import Parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gspo.common.config.engines import LEAST_TEMPERATURE
 from gspo.common.config.schema import Config
 from gspo.common.network.http_server import ASGIApp, BoundedBodies, Message, Receive, Scope, Send
 from gspo.common.service.app import Service
+from gspo.gateway.constraints import constraint
 from gspo.gateway.generators import Generators
 from gspo.gateway.policy_client import PolicyClient, versions_of_answer
 from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
 from gspo.gateway.sessions.session_store import Session, SessionStore
 from gspo.gateway.sessions.task_api import CallerKeys, task_routes
+from gspo.gateway.whole_parser import whole_parser
 
 # A conversation of a million tokens, as text.
 _MAX_BODY_BYTES = 16 * 2**20
@@ -46,14 +49,14 @@ async def chat_api(service: Service, folder: Path, generators: Generators, store
     config = service.config
     arguments = _arguments(config, folder)
     client = PolicyClient(_vllm_config(config, folder), generators, config.gateway.request_timeout_s)
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(_refuse_changed)])
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(_refuse_unsupported)])
     await init_app_state(cast("EngineClient", client), app.state, arguments, ("generate",))
     for api in (chat, completions, responses, messages, models):
         api.attach_router(app)
     if config.agent.used:
         app.include_router(task_routes(service, store))
     init_exception_handler(app)
-    tokenizer, parser = client.renderer.get_tokenizer(), app.state.online_renderer.parser
+    tokenizer, parser = client.renderer.get_tokenizer(), _read_whole(app)
 
     def recorder(session: Session) -> Recorder:
         return Recorder(session, store, config, tokenizer, parser)
@@ -90,20 +93,39 @@ def _vllm_config(config: Config, folder: Path) -> VllmConfig:
     )
 
 
-async def _refuse_changed(request: Request) -> None:
-    """Refuse a temperature that vLLM would replace; under agent.sampling: run the run's is used in any case.
+def _read_whole(app: FastAPI) -> type[Parser] | None:
+    """Let vLLM's serving classes read calls in whole answers; returns their parser, None without one."""
+    state = app.state
+    if (parser := state.online_renderer.parser) is None:
+        return None
+    whole = whole_parser(parser)
+    state.online_renderer.parser = state.openai_serving_responses.parser = whole
+    state.openai_serving_chat.parser_cls = state.anthropic_serving_messages.parser_cls = whole
+    return whole
+
+
+async def _refuse_unsupported(request: Request) -> None:
+    """Refuse what would constrain or change the policy's distribution, in the words of the client's API.
 
     Raises:
-        VLLMValidationError: It is above 0 and below the least one.
+        VLLMValidationError: Names the key of the request.
     """
-    recorder = recorder_of_request.get()
-    if request.method != "POST" or (recorder is not None and recorder.config.agent.sampling == "run"):
+    if request.method != "POST":
         return
     try:
         body = await request.json()
     except (ValueError, RecursionError):  # vLLM's route says why
         return
-    temperature = body.get("temperature") if isinstance(body, dict) else None
+    if not isinstance(body, dict):
+        return
+    if key := constraint(body):
+        rule = f"{key} constrains the answer, and here the policy's own distribution is sampled. Leave it out"
+        raise VLLMValidationError(rule, parameter=key)
+    recorder, temperature = recorder_of_request.get(), body.get("temperature")
+    if recorder is not None:
+        recorder.has_calls = body.get("tool_choice") not in ("none", {"type": "none"})
+        if recorder.config.agent.sampling == "run":  # whose temperature is used in any case
+            return
     if isinstance(temperature, int | float) and 0 < temperature < LEAST_TEMPERATURE:
         rule = f"temperature {temperature:g} is below {LEAST_TEMPERATURE}, the least above 0. Set 0 for greedy answers"
         raise VLLMValidationError(rule, parameter="temperature")

@@ -1,11 +1,16 @@
-"""The gateway's checks before the start. They import vLLM only for the name of a parser."""
+"""The gateway's checks before the start. They import vLLM only for a parser."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest
 from gspo.common.model.files import model_folder
 from gspo.common.model.template_trial import check_chat_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def check(config: Config) -> None:
@@ -25,10 +30,10 @@ def check(config: Config) -> None:
             f"{folder} has no chat template, and a gateway serves chats",
             "Add chat_template to its tokenizer files, or start no gateway (gateway.replicas: 0)",
         )
-    _check_parsers(config)
+    _check_parsers(config, tokenizer)
 
 
-def _check_parsers(config: Config) -> None:
+def _check_parsers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     gateway = config.gateway
     if gateway.tool_parser is None and gateway.reasoning_parser is None:
         return
@@ -41,3 +46,14 @@ def _check_parsers(config: Config) -> None:
     ):
         if name is not None and name not in known:
             raise InputError(f"gateway.{key}", f"{name} is not a parser of vLLM", nearest(name, known))
+    from vllm.parser import ParserManager
+
+    names, keys = (gateway.tool_parser or "", gateway.reasoning_parser or ""), ("tool_parser", "reasoning_parser")
+    try:
+        ParserManager.get_parser(*names, enable_auto_tools=True, tokenizer=tokenizer)
+    except Exception as error:  # of one parser among many, each with its own
+        key = f"gateway.{keys[0] if names[0] else keys[1]}"
+        fix = "Name the parser of this model's family, or leave the key out"
+        raise InputError(
+            key, f"vLLM's parser does not work with this model: {error.__cause__ or error}", fix
+        ) from error

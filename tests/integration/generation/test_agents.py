@@ -444,6 +444,18 @@ async def test_a_template_that_hides_thoughts_begins_a_branch(
     assert_log_probs(rollout, {generator.engine.version: generator.folder})
 
 
+def model_that_shows_calls(source: Path, folder: Path) -> Path:
+    """A copy of a model whose chat template shows the calls of answers."""
+    shutil.copytree(source, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    calls = "{% for c in message['tool_calls'] or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message['content'] + '<|im_end|>", "(message['content'] or '') }}" + calls + "{{ '<|im_end|>"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 async def test_a_tool_call_comes_back_in_the_clients_form_and_continues(
     generator: SharedEngine, redis_url: str, tmp_path: Path
 ) -> None:
@@ -451,13 +463,7 @@ async def test_a_tool_call_comes_back_in_the_clients_form_and_continues(
     text_of_call = '<tool_call>\n{"name":  "add", "arguments": {"b": 22,   "a": 1}}\n</tool_call>'
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     tool: Any = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": schema}}
-    folder = Path(shutil.copytree(generator.folder, tmp_path / "model"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    calls = "{% for c in message['tool_calls'] or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "message['content'] + '<|im_end|>", "(message['content'] or '') }}" + calls + "{{ '<|im_end|>"
-    )
-    tokenizer.save_pretrained(folder)
+    folder = model_that_shows_calls(generator.folder, tmp_path / "model")
     speaking = replace(generator, engine=SpeakingEngine(text_of_call))  # type: ignore[arg-type]
     sections: dict[str, Any] = {"gateway": {"tool_parser": "hermes"}, "agent": {**AGENT, "answer_tokens": 120}}
     async with started_run(speaking, redis_url, tmp_path / "run", model=folder, **sections) as run:
@@ -491,6 +497,51 @@ async def test_a_tool_call_comes_back_in_the_clients_form_and_continues(
         rollout = await run.rollout()
     assert (rollout.num_turns, len(rollout.branch_starts)) == (2, 0)
     assert TOKENIZER.decode(list(rollout.token_ids)).count(text_of_call) == 2
+
+
+BAD_CALLS = {
+    "no arguments": '<tool_call>\n{"name": "add"}\n</tool_call>',
+    "arguments first": '<tool_call>\n{"arguments": {"a": 1}, "name": "add"}\n</tool_call>',
+    "arguments as text": '<tool_call>\n{"name": "add", "arguments": "{\\"a\\": 1}"}\n</tool_call>',
+    "no JSON": '<tool_call>\n{"name": "add", "arguments": {"a": }}\n</tool_call>',
+}
+
+
+@pytest.mark.parametrize("text", BAD_CALLS.values(), ids=BAD_CALLS)
+async def test_calls_that_are_written_badly_continue(
+    generator: SharedEngine, redis_url: str, tmp_path: Path, text: str
+) -> None:
+    """Streamed and whole, in both APIs: the conversation has one branch, and no answer of the policy is an error."""
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    speaking = replace(generator, engine=SpeakingEngine(text))  # type: ignore[arg-type]
+    sections: dict[str, Any] = {"gateway": {"tool_parser": "hermes"}, "agent": {**AGENT, "answer_tokens": 120}}
+    folder = model_that_shows_calls(generator.folder, tmp_path / "model")
+    async with started_run(speaking, redis_url, tmp_path / "run", model=folder, **sections) as run:
+        asked: Any = {"model": "policy", "tools": [tool]}
+        read = []
+        for is_streamed in (False, True):
+            await run.issue()
+            worker = await run.lease()
+            chat = worker.openai.chat.completions
+            if is_streamed:
+                async with chat.stream(messages=[FIRST], **asked) as stream:
+                    message = (await stream.get_final_completion()).choices[0].message
+            else:
+                message = (await chat.create(messages=[FIRST], **asked)).choices[0].message
+            calls = message.tool_calls or []
+            read.append((message.content or "", [call.function.arguments for call in calls]))
+            answer = [{"role": "tool", "tool_call_id": call.id, "content": "1"} for call in calls]
+            history = [FIRST, message.model_dump(exclude_none=True), *(answer or [{"role": "user", "content": "So?"}])]
+            await chat.create(messages=history, **asked)
+            await worker.finish()
+            rollout = await run.rollout()
+            assert (rollout.num_turns, len(rollout.branch_starts)) == (2, 0)
+        assert read[0] == read[1]
+        await run.issue()
+        worker = await run.lease()
+        tools: Any = [{"name": "add", "input_schema": {"type": "object"}}]
+        first = await worker.anthropic.messages.create(model="policy", max_tokens=120, messages=[FIRST], tools=tools)
+        assert [block.type for block in first.content] == (["tool_use"] if read[0][1] else ["text"])
 
 
 async def test_a_text_of_an_agent_with_tools_continues(generator: SharedEngine, redis_url: str, tmp_path: Path) -> None:

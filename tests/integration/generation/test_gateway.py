@@ -139,7 +139,7 @@ async def test_without_a_generator_the_client_gets_an_error_of_its_own_kind(
         ({"logit_bias": {"5": 1}}, "logit_bias is not supported here"),
         ({"presence_penalty": 0.5}, "presence_penalty is not supported here"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs is not supported here"),
-        ({"response_format": {"type": "json_object"}}, "structured_outputs is not supported here"),
+        ({"response_format": {"type": "json_object"}}, "response_format constrains the answer"),
         ({"messages": [{"role": "user", "content": "x" * 900}]}, "512"),
         ({"messages": []}, "empty conversation"),
         ({"temperature": -1}, "temperature"),
@@ -198,6 +198,13 @@ async def test_a_client_that_hangs_up_leaves_no_request_in_the_engine(
         await idle(gateway)
 
 
+CONSTRAINTS: dict[str, Any] = {
+    "response_format": {"type": "json_object"},
+    "tool_choice": {"type": "function", "function": {"name": "add"}},
+    "parallel_tool_calls": False,
+}
+
+
 async def test_a_tool_call_reaches_clients_in_their_own_form(
     generator: SharedEngine, redis_url: str, tmp_path: Path
 ) -> None:
@@ -228,6 +235,9 @@ async def test_a_tool_call_reaches_clients_in_their_own_form(
         used = [(block.name, block.input) for block in message.content if block.type == "tool_use"]
         assert used == [("add", {"a": 1, "b": 22})]
         assert message.stop_reason == "tool_use"
+        for key, value in CONSTRAINTS.items():
+            with pytest.raises(openai.BadRequestError, match=f"{key} constrains the answer"):
+                await gateway.openai.chat.completions.create(**asked, extra_body={key: value})
 
 
 async def test_thoughts_are_separated(generator: SharedEngine, redis_url: str, tmp_path: Path) -> None:
@@ -243,6 +253,12 @@ async def test_thoughts_are_separated(generator: SharedEngine, redis_url: str, t
 def test_an_unknown_parser_is_refused_before_the_start(generator: SharedEngine, tmp_path: Path, key: str) -> None:
     config = make_run(tmp_path, generator.folders[0], gateway={"replicas": 1, key: "qwen33"})
     with pytest.raises(InputError, match=rf"gateway.{key}: qwen33 is not a parser of vLLM. Did you mean"):
+        check(config)
+
+
+def test_a_parser_that_does_not_fit_the_model_is_refused(generator: SharedEngine, tmp_path: Path) -> None:
+    config = make_run(tmp_path, generator.folders[0], gateway={"replicas": 1, "tool_parser": "deepseek_v3"})
+    with pytest.raises(InputError, match=r"gateway.tool_parser: vLLM's parser does not work .* tool call start/end"):
         check(config)
 
 

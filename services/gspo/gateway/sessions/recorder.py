@@ -41,7 +41,8 @@ class Recorder:
     Attributes:
         parser: vLLM's parser of calls and thoughts, by which the client's message is made of the text; None keeps text.
         begin: What the request continues; None before it is rendered.
-        tools: Of the request, as the chat template gets them.
+        template: What the chat template gets beside the messages, such as tools.
+        has_calls: Whether the answer may have calls; the client may refuse them.
     """
 
     session: Session
@@ -50,8 +51,10 @@ class Recorder:
     tokenizer: TokenizerLike
     parser: type[Parser] | None
     begin: TurnBegin | None = None
-    tools: list[dict[str, Any]] | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+    has_calls: bool = True
     _turn: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _prompt: list[int] = field(default_factory=list)
     _token_ids: list[int] = field(default_factory=list)
     _num_entries: int = 0  # of the turn, so far
     _num_behind: int = 0  # tokens of the branch behind its first context, with the new context
@@ -103,7 +106,8 @@ class Recorder:
             messages_json=json.dumps([*map(stored_message, messages)], ensure_ascii=False, default=str),
             unix_s=time.time(),
         )
-        return [*before, *context]
+        self._prompt = [*before, *context]
+        return self._prompt
 
     async def started(self, params: SamplingParams) -> SamplingParams:
         """Write the beginning of the turn; returns the sampling of the run in place of the client's.
@@ -213,14 +217,13 @@ class Recorder:
         plain: Message = {"role": "assistant", "content": text}
         if self.parser is None:
             return plain, ""
-        request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="", tools=self.tools or None)
-        parser = self.parser(self.tokenizer, request.tools)
-        try:
-            thoughts, content, calls = parser.parse(
-                text, request, enable_auto_tools=bool(self.tools), model_output_token_ids=self._token_ids
-            )
-        except (ValueError, KeyError, IndexError):  # vLLM then sends the text as it is
-            return plain, ""
+        tools = (self.template.get("tools") or None) if self.has_calls else None
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], model="", tools=tools)
+        parser = self.parser(self.tokenizer, request.tools, chat_template_kwargs=self.template)
+        parser.set_prompt_token_ids(self._prompt)
+        thoughts, content, calls = parser.parse(
+            text, request, enable_auto_tools=bool(tools), model_output_token_ids=self._token_ids
+        )
         message: Message = {"role": "assistant", "content": content or ""}
         if calls:
             message["tool_calls"] = [

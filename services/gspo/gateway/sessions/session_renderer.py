@@ -54,7 +54,7 @@ class SessionRenderer:
     async def _record_chat(
         self, recorder: Recorder, messages: list[Message], chat_params: ChatParams, prompt: dict[str, Any]
     ) -> None:
-        recorder.tools = chat_params.chat_template_kwargs.get("tools")
+        recorder.template = chat_params.chat_template_kwargs
         digests = prefix_digests(messages, chat_params.chat_template_kwargs)
         token_ids, conversation = list(prompt["prompt_token_ids"]), await recorder.conversation()
         shown = self._renderer.get_tokenizer().decode(token_ids)

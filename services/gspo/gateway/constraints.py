@@ -1,0 +1,38 @@
+"""The keys of a request that would constrain an answer, in the words of each API that clients speak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Of Anthropic's API any and tool, of OpenAI's the others.
+_FORCED = ("required", "any", "tool", "function", "allowed_tools", "custom")
+
+
+def constraint(body: Mapping[str, Any]) -> str:
+    """The first key of a request by which an engine would cut the distribution of tokens; empty without any."""
+    if _type_of(body.get("response_format")) not in ("", "text"):
+        return "response_format"
+    if _type_of(_part(body.get("text"), "format")) not in ("", "text"):
+        return "text.format"
+    choice = body.get("tool_choice")
+    if _type_of(choice) in _FORCED:
+        return "tool_choice"
+    if body.get("parallel_tool_calls") is False:
+        return "parallel_tool_calls"
+    if _part(choice, "disable_parallel_tool_use") is True:
+        return "tool_choice.disable_parallel_tool_use"
+    tools = body.get("tools")
+    for number, tool in enumerate(tools if isinstance(tools, list) else ()):
+        for name, holder in (("function.", _part(tool, "function")), ("", tool)):
+            if _part(holder, "strict") is True:
+                return f"tools.{number}.{name}strict"
+    return ""
+
+
+def _type_of(value: Any) -> str:
+    return str(value if isinstance(value, str) else _part(value, "type") or "")
+
+
+def _part(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None
