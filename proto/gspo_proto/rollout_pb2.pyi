@@ -123,12 +123,15 @@ class Prompt(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     MESSAGES_JSON_FIELD_NUMBER: _builtins.int
     COLUMNS_JSON_FIELD_NUMBER: _builtins.int
+    TEMPLATE_JSON_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """the text behind token_ids"""
     messages_json: _builtins.str
     """chat messages as given; empty where the prompt was plain text"""
     columns_json: _builtins.str
     """the data set's further columns, for the reward function"""
+    template_json: _builtins.str
+    """variables of the chat template, such as tools; empty is none"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """after the chat template"""
@@ -140,10 +143,11 @@ class Prompt(_message.Message):
         text: _builtins.str = ...,
         messages_json: _builtins.str = ...,
         columns_json: _builtins.str = ...,
+        template_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns_json", b"columns_json", "messages_json", b"messages_json", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns_json", b"columns_json", "messages_json", b"messages_json", "template_json", b"template_json", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,12 +48,3 @@ def read_json_file(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def is_observation(value: Any) -> bool:
-    """Whether an environment may show it to the policy: text, or a list of chat messages."""
-    if not isinstance(value, list):
-        return isinstance(value, str)
-    messages = [message for message in value if isinstance(message, dict)]
-    texts = [message.get(key) for message in messages for key in ("role", "content")]
-    return len(messages) == len(value) and all(isinstance(text, str) for text in texts)

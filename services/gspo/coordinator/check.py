@@ -36,6 +36,11 @@ def check(config: Config) -> None:
     for prompts in training:
         if prompts.num_skipped:
             warn(f"{prompts.key}: {prompts.num_skipped} of {prompts.num_rows} prompts are too long and skipped")
+        if prompts.num_continued:
+            warn(
+                f"{prompts.key}: {prompts.num_continued} of {prompts.num_rows} prompts end with a message of the "
+                "assistant, which the policy continues (data.on_assistant_end)"
+            )
     held_out = held_out_prompts(config, tokenizer)
     check_answers_fit(config, max(map(len, held_out.values()), default=0), free_memory(), _MEMORY)
     known = {hash(text) for prompts in training for text in prompts.texts()} if held_out else set()

@@ -16,11 +16,68 @@ from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMess
 from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.renderers.chat_utils import make_tool_call_id
 
+from gspo.gateway.sessions.recorder import recorder_of_request
+
 log = structlog.get_logger()
 # vLLM logs a traceback for each call that it cannot read. The policy writes many.
 for _name in ("vllm.tool_parsers", "vllm.parser", "vllm.reasoning"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
 Parsed = tuple[str | None, str | None, list[FunctionCall] | None]
+
+
+class _WholeAnswers(Parser):  # type: ignore[misc]
+    """The part before a parser of vLLM in a class of both."""
+
+    def __init__(self, *parts: Any, chat_template_kwargs: dict[str, Any] | None = None, **keys: Any) -> None:
+        # Whether an answer begins with thoughts may depend on them.
+        of_task = recorder.variables if (recorder := recorder_of_request.get()) is not None else {}
+        super().__init__(*parts, chat_template_kwargs={**of_task, **(chat_template_kwargs or {})}, **keys)
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+
+    def parse(
+        self,
+        model_output: str,
+        request: Any,
+        enable_auto_tools: bool = False,
+        model_output_token_ids: Sequence[int] = (),
+    ) -> Parsed:
+        """Thoughts, content and calls of an answer; never an error."""
+        try:
+            parsed: Parsed = super().parse(model_output, request, enable_auto_tools, model_output_token_ids)
+            if parsed[2] and all(map(_has_arguments, parsed[2])):
+                return parsed
+            if isinstance(self, DelegatingParser):
+                return (*self.extract_reasoning(model_output, request), None)
+        except Exception as error:  # noqa: BLE001 - of a parser of vLLM, about what the policy wrote
+            log.warning("answer_not_parsed", parser=str(self.tool_parser_cls), reason=repr(error)[:300])
+        return None, model_output, None
+
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> DeltaMessage | None:
+        """The whole answer at its end; without tools what vLLM's parser makes of each piece."""
+        if self.tool_parser_cls is None or not request.tools or request.tool_choice == "none":
+            return super().parse_delta(delta_text, delta_token_ids, request, prompt_token_ids, finished=finished)
+        if prompt_token_ids is not None:
+            self.set_prompt_token_ids(prompt_token_ids)
+        self._texts.append(delta_text)
+        self._token_ids += delta_token_ids
+        return self._message(request) if finished else None
+
+    def _message(self, request: Any) -> DeltaMessage | None:
+        thoughts, content, calls = self.parse("".join(self._texts), request, True, self._token_ids)
+        thoughts = thoughts if request.include_reasoning else None
+        if not (thoughts or content or calls):
+            return None
+        deltas = [_delta(*call) for call in enumerate(calls or ())]
+        return DeltaMessage(reasoning=thoughts, content=content, tool_calls=deltas)
 
 
 def whole_parser(parser: type[Parser]) -> type[Parser]:
@@ -29,59 +86,7 @@ def whole_parser(parser: type[Parser]) -> type[Parser]:
     An answer with tools is streamed at its end, in one piece. Calls that the parser cannot read, or whose
     arguments are not a JSON object, stay the text that the policy wrote.
     """
-
-    class WholeParser(parser):  # type: ignore[misc]
-        _text = ""
-        _token_ids: tuple[int, ...] = ()
-
-        def parse(
-            self,
-            model_output: str,
-            request: Any,
-            enable_auto_tools: bool = False,
-            model_output_token_ids: Sequence[int] = (),
-        ) -> Parsed:
-            """Thoughts, content and calls of an answer; never an error."""
-            try:
-                parsed: Parsed = super().parse(model_output, request, enable_auto_tools, model_output_token_ids)
-                if parsed[2] and all(map(_has_arguments, parsed[2])):
-                    return parsed
-                if isinstance(self, DelegatingParser):
-                    return (*self.extract_reasoning(model_output, request), None)
-            except Exception as error:  # noqa: BLE001 - of a parser of vLLM, about what the policy wrote
-                log.warning("answer_not_parsed", parser=str(self.tool_parser_cls), reason=repr(error)[:300])
-            return None, model_output, None
-
-        def parse_delta(
-            self,
-            delta_text: str,
-            delta_token_ids: list[int],
-            request: Any,
-            prompt_token_ids: list[int] | None = None,
-            *,
-            finished: bool,
-        ) -> DeltaMessage | None:
-            """The whole answer at its end; without tools what vLLM's parser makes of each piece."""
-            if self.tool_parser_cls is None or not request.tools or request.tool_choice == "none":
-                delta: DeltaMessage | None = super().parse_delta(
-                    delta_text, delta_token_ids, request, prompt_token_ids, finished=finished
-                )
-                return delta
-            if prompt_token_ids is not None:
-                self.set_prompt_token_ids(prompt_token_ids)
-            self._text, self._token_ids = self._text + delta_text, (*self._token_ids, *delta_token_ids)
-            return self._message(request) if finished else None
-
-        def _message(self, request: Any) -> DeltaMessage | None:
-            thoughts, content, calls = self.parse(self._text, request, True, self._token_ids)
-            thoughts = thoughts if request.include_reasoning else None
-            if not (thoughts or content or calls):
-                return None
-            return DeltaMessage(
-                reasoning=thoughts, content=content, tool_calls=[_delta(*call) for call in enumerate(calls or ())]
-            )
-
-    return WholeParser
+    return type(f"Whole{parser.__name__}", (_WholeAnswers, parser), {})
 
 
 def _has_arguments(call: FunctionCall) -> bool:

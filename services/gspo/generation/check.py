@@ -129,7 +129,7 @@ def _check_chat_template(config: Config, source: Source) -> None:
     if not tokenizer.chat_template and not tools:
         return
     try:
-        turns = ChatTurns(tokenizer, tools)
+        turns = ChatTurns(tokenizer, tools, source.chat_template_kwargs)
         turns.between("a", "user", None)
         if tools:
             turns.between([{"role": "tool", "name": "a", "content": "a"}], "tool", None)

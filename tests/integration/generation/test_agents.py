@@ -499,6 +499,26 @@ async def test_a_tool_call_comes_back_in_the_clients_form_and_continues(
     assert TOKENIZER.decode(list(rollout.token_ids)).count(text_of_call) == 2
 
 
+async def test_the_template_has_the_variables_of_the_task(
+    generator: SharedEngine, redis_url: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(generator.folder, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ mood }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    async with started_run(generator, redis_url, tmp_path / "run", model=folder) as run:
+        prompt = Prompt(token_ids=[5], text="p", messages_json=json.dumps([FIRST]), columns_json="{}")
+        prompt.template_json = '{"mood": "fine", "tools": [{"name": "unused"}]}'
+        await run.issue(prompt=prompt)
+        worker = await run.lease()
+        await worker.chat(FIRST, max_tokens=4)
+        await worker.chat(FIRST, max_tokens=4, extra_body={"chat_template_kwargs": {"mood": "sad"}})
+        await worker.finish()
+        rollout = await run.rollout()
+    shown = {TOKENIZER.decode(tokens).split("<")[0] for tokens, _, _ in branches(rollout)}
+    assert shown == {"fine", "sad"}
+
+
 BAD_CALLS = {
     "no arguments": '<tool_call>\n{"name": "add"}\n</tool_call>',
     "arguments first": '<tool_call>\n{"arguments": {"a": 1}, "name": "add"}\n</tool_call>',

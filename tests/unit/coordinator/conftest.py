@@ -13,6 +13,8 @@ from gspo.common.config.loading import parse_config
 from gspo.coordinator.data.prompts import PromptSet
 from tests.support.tiny_model import make_tokenizer
 
+DATA_KEYS = ("on_long_prompt", "on_assistant_end", "chat_template_kwargs")
+
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -27,9 +29,10 @@ def open_set(tokenizer: PreTrainedTokenizerFast) -> Callable[..., PromptSet]:
         keys = {
             "name": "r",
             "model": {"path": "model"},
-            "data": {"prompts": "p.jsonl", "on_long_prompt": changes.get("on_long_prompt", "error")},
+            "data": {"prompts": "p.jsonl", **{name: changes[name] for name in DATA_KEYS if name in changes}},
             "algorithm": {"prompt_length": changes.get("prompt_length", 64)},
             "reward": {"functions": [{"path": "reward.py"}]},
+            "environment": changes.get("environment", {}),
             "run": {"total_steps": 3},
         }
         config = parse_config(keys, path.parent)

@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
 
 from gspo.common.config.engines import SamplingConfig, StopString, Temperature
-from gspo.common.config.fields import ON_RESUME, FilePaths, RunName, Section
+from gspo.common.config.fields import ON_RESUME, FilePaths, FreeMapping, RunName, Section
 from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
 from gspo.common.data.column_types import ColumnType
 from gspo.common.errors import NO_VALUE, ConfigError, InputError, in_yaml
+from gspo.common.model.chat_messages import RESERVED_VARIABLES
 
 if TYPE_CHECKING:
     from gspo.common.config.schema import Config
@@ -32,6 +33,20 @@ _IN_TASKS = {
 CodeSpec = RewardFunction | EnvironmentConfig
 
 
+def _known_to_templates(variables: dict[str, Any]) -> dict[str, Any]:
+    """Refuse variables that are not the template's to read."""
+    for name, value in variables.items():
+        if name == "tools":
+            fix = "Set environment.tools, or have a column of this name"
+            raise ConfigError(name, value, "are not the same in every prompt", fix)
+        if name in RESERVED_VARIABLES:
+            raise ConfigError(name, value, "belongs to the call of the template", "Leave it out: gspo sets it")
+    return variables
+
+
+TemplateVariables = Annotated[FreeMapping, AfterValidator(_known_to_templates)]
+
+
 class SourceConfig(Section):
     """One of several sources of prompts. A key without a value has that of the section which it names."""
 
@@ -41,6 +56,9 @@ class SourceConfig(Section):
     prompt_column: str | None = Field(None, description="Column with the prompt; data.prompt_column by default")
     answer_column: str | None = Field(None, description="Column with the right answer; data.answer_column by default")
     types: dict[str, ColumnType] | None = Field(None, description="Types of its columns; data.types by default")
+    chat_template_kwargs: TemplateVariables | None = Field(
+        None, description="Variables of the chat template; data.chat_template_kwargs by default"
+    )
     functions: tuple[RewardFunction, ...] | None = Field(
         None, description="Reward functions of its answers; reward.functions by default, [] for none"
     )
@@ -77,6 +95,11 @@ class DataConfig(Section):
         description="Types of columns by their names, for example of numbers in CSV: text, number, boolean, json, "
         "base64 (bytes as text), or omit",
     )
+    chat_template_kwargs: TemplateVariables = Field(
+        default_factory=dict,
+        description="Variables of the chat template in every prompt, such as enable_thinking; a column of this name "
+        "has those of its row",
+    )
     changed_files: Literal["refuse", "accept"] = Field(
         "refuse",
         description="A resume whose data files have other contents than at the last start: refuse it, or accept it "
@@ -85,6 +108,11 @@ class DataConfig(Section):
     )
     on_long_prompt: Literal["error", "skip", "truncate"] = Field(
         "error", description="Action for a prompt longer than algorithm.prompt_length; truncate keeps its end"
+    )
+    on_assistant_end: Literal["continue", "error"] = Field(
+        "continue",
+        description="Action for a prompt whose last message is the assistant's: the policy continues that message, or "
+        "an error",
     )
     shuffle: bool = Field(True, description="Shuffle every pass over the prompts, each differently, from the seed")
     curriculum: Literal["none", "spread"] = Field(
@@ -136,9 +164,10 @@ class Source:
         weight: Share of the groups, relative to the other sources.
         agent_weight: Factor of the reward that the run's agent returns; None where it returns none.
         types: Column -> type, of columns that are read otherwise than the files have them.
+        chat_template_kwargs: Variables of the chat template in every prompt.
         answer_column: The column with the right answer; None where a rule finds it.
-        prompts_key, column_key, answer_key, types_key, functions_key, environment_key, stop_key, temperature_key: Where
-            the configuration has its values, for messages.
+        prompts_key, column_key, answer_key, types_key, template_key, functions_key, environment_key, stop_key,
+            temperature_key: Where the configuration has its values, for messages.
     """
 
     name: str = ""
@@ -147,6 +176,7 @@ class Source:
     prompt_column: str = "prompt"
     answer_column: str | None = None
     types: Mapping[str, ColumnType] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     functions: tuple[RewardFunction, ...] = ()
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     stop: tuple[str, ...] = ()
@@ -156,6 +186,7 @@ class Source:
     column_key: str = "data.prompt_column"
     answer_key: str = "data.answer_column"
     types_key: str = "data.types"
+    template_key: str = "data.chat_template_kwargs"
     functions_key: str = "reward.functions"
     environment_key: str = "environment"
     stop_key: str = "sampling.stop"
@@ -186,6 +217,7 @@ def sources_of(config: Config) -> tuple[Source, ...]:
         prompt_column=data.prompt_column,
         answer_column=data.answer_column,
         types=data.types,
+        chat_template_kwargs=data.chat_template_kwargs,
         functions=config.reward.functions,
         environment=config.environment,
         stop=config.sampling.stop,
@@ -204,6 +236,7 @@ def _of_list(index: int, own: SourceConfig, shared: Source) -> Source:
         "prompt_column": "column_key",
         "answer_column": "answer_key",
         "types": "types_key",
+        "chat_template_kwargs": "template_key",
         "functions": "functions_key",
         "environment": "environment_key",
         "stop": "stop_key",
@@ -267,6 +300,7 @@ def _check_effect(config: Config) -> None:
         ),
         "answer_column": ("data.answer_column", config.data.answer_column is not None),
         "types": ("data.types", bool(config.data.types)),
+        "chat_template_kwargs": ("data.chat_template_kwargs", bool(config.data.chat_template_kwargs)),
         "functions": ("reward.functions", bool(config.reward.functions)),
         "environment": ("environment", config.environment.used),
         "stop": ("sampling.stop", bool(config.sampling.stop)),

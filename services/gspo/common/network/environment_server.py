@@ -19,8 +19,9 @@ from typing import Any, Literal, NoReturn, Protocol, TypeAlias
 
 import httpx
 
+from gspo.common.model.chat_messages import is_observation
 from gspo.common.network.api_keys import key_header
-from gspo.common.plain_json import is_observation, plain_json, whole_text
+from gspo.common.plain_json import plain_json, whole_text
 from gspo.common.score_numbers import NUMBER_RULE, bounded_number
 
 # An observation of as many bytes is far longer than any conversation.

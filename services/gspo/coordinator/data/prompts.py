@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,9 @@ from gspo.common.config.schema import Config
 from gspo.common.config.sources import Source
 from gspo.common.data.row_reader import RowReader
 from gspo.common.data.row_store import RowStore
-from gspo.common.data.task_row import check_names, split_row
+from gspo.common.data.task_row import check_names, split_row, template_variables
 from gspo.common.errors import InputError, in_yaml
+from gspo.common.model.chat_messages import Message, final_answer, read_messages, render_chat
 from gspo_proto.rollout_pb2 import Prompt
 
 if TYPE_CHECKING:
@@ -31,6 +33,15 @@ _BATCH = 1024
 _ADDED_TOKENS = 8
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """A prompt as the policy sees it; `messages` is empty where it is plain text."""
+
+    text: str
+    messages: Sequence[Message] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
 class PromptSet:
     """The usable prompts of one or several files.
 
@@ -38,14 +49,14 @@ class PromptSet:
         key: The configuration key that names the files, for messages.
         paths: The files or folders.
         config: Has the longest length of a prompt, and what happens to a longer one.
-        source: Names the column of the prompts and the types of columns, and the tools that the chat template describes
-            in every prompt.
+        source: Names the column of the prompts and the types of columns, and has the variables of the chat template.
         limit: Use only the first so many rows; None is all.
         progress: Called during the check with rows done and rows in all.
 
     Attributes:
         num_rows: Usable and skipped.
         left_out: Columns of bytes that no task has -> "images" or "bytes".
+        num_continued: Prompts whose last message is the assistant's, which the policy continues.
 
     Raises:
         InputError: The files cannot be used; names the key, and the line where one is at fault.
@@ -63,13 +74,14 @@ class PromptSet:
         progress: Progress | None = None,
     ) -> None:
         self.key, self._source, self._files = key, source, ", ".join(map(str, paths))
-        self._tokenizer, self._tools = tokenizer, list(source.environment.descriptions) or None
+        self._tokenizer, self._on_assistant_end = tokenizer, config.data.on_assistant_end
         self._prompt_length, self._on_long_prompt = config.algorithm.prompt_length, config.data.on_long_prompt
         reader = RowReader(key, paths, source.types, types_key=source.types_key)
         self._rows = RowStore(islice(reader, limit))
         self.num_rows, self.left_out = len(self._rows), reader.left_out
         check_names(self._rows.names, source, self._files)
         self._is_text: bool | None = None
+        self.num_continued = 0
         # A token stands for at least one byte of the text, unless a normalizer could lengthen the text first.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         bytes_bound_tokens = backend is not None and backend.normalizer is None
@@ -87,12 +99,10 @@ class PromptSet:
     def prompts(self, places: Sequence[int]) -> list[Prompt]:
         """The prompts at these places among the usable ones, each 0 .. len - 1."""
         rows = [self._usable[place] for place in places]
-        if not rows:
-            return []
-        values, columns = zip(*(split_row(row, self._source) for row in self._rows.rows(rows)), strict=True)
-        texts = self._render(list(values), rows)
-        tokens = self._tokenise(texts, list(values))
-        return [self._prompt(*parts) for parts in zip(values, texts, tokens, columns, strict=True)]
+        columns = self._rows.rows(rows)
+        shown = self._shown(rows, columns)
+        others = [split_row(row, self._source)[1] for row in columns]
+        return [self._prompt(*parts) for parts in zip(shown, self._tokenise(shown), others, strict=True)]
 
     def place(self, number: int) -> str:
         """File and line of a usable prompt."""
@@ -102,18 +112,23 @@ class PromptSet:
         """The text of every usable prompt, in the file's order; batch by batch."""
         for start in range(0, len(self), _BATCH):
             rows = list(self._usable[start : start + _BATCH])
-            yield from self._render(self._values(rows), rows)
+            yield from (shown.text for shown in self._shown(rows, self._rows.rows(rows)))
 
-    def _values(self, rows: Sequence[int]) -> list[Any]:
-        return self._rows.values(self._source.prompt_column, rows)
-
-    def _prompt(self, value: Any, text: str, tokens: list[int], columns: dict[str, Any]) -> Prompt:
+    def _prompt(self, shown: _Shown, tokens: list[int], columns: dict[str, Any]) -> Prompt:
+        text = shown.text
         if len(tokens) > self._prompt_length:
             tokens = tokens[-self._prompt_length :]
             text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        messages = "" if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        further = json.dumps(columns, ensure_ascii=False)
-        return Prompt(token_ids=tokens, text=text, messages_json=messages, columns_json=further)
+        messages, variables, further = (
+            json.dumps(part, ensure_ascii=False) for part in (shown.messages, shown.variables, columns)
+        )
+        return Prompt(
+            token_ids=tokens,
+            text=text,
+            messages_json=messages if shown.messages else "",
+            columns_json=further,
+            template_json=variables if shown.variables else "",
+        )
 
     def _check(self, progress: Progress | None) -> array[int]:
         """Row numbers of the usable prompts; every row is checked once."""
@@ -122,7 +137,7 @@ class PromptSet:
             if progress:
                 progress(start, self.num_rows)
             rows = range(start, min(start + _BATCH, self.num_rows))
-            too_long = self._too_long(self._values(rows), rows)
+            too_long = self._too_long(rows)
             long.extend(sorted(too_long))
             usable.extend(row for row in rows if row not in too_long)
         if long and self._on_long_prompt == "error":
@@ -131,86 +146,91 @@ class PromptSet:
             raise InputError(self.key, f"every prompt in {self._files} is too long", "Raise algorithm.prompt_length")
         return usable
 
-    def _too_long(self, values: list[Any], rows: Sequence[int]) -> set[int]:
-        texts = self._render(values, rows)
+    def _too_long(self, rows: Sequence[int]) -> set[int]:
+        shown = self._shown(rows, self._rows.rows(rows))
+        self.num_continued += sum(bool(final_answer(prompt.messages)) for prompt in shown)
         if self._on_long_prompt == "truncate":
             return set()
-        unsure = [i for i, text in enumerate(texts) if len(text.encode()) > self._surely_short_bytes]
-        tokens = self._tokenise([texts[i] for i in unsure], [values[i] for i in unsure])
+        unsure = [i for i, prompt in enumerate(shown) if len(prompt.text.encode()) > self._surely_short_bytes]
+        tokens = self._tokenise([shown[i] for i in unsure])
         return {rows[i] for i, ids in zip(unsure, tokens, strict=True) if len(ids) > self._prompt_length}
 
     def _long_prompts(self, long: array[int]) -> InputError:
-        values = self._values([long[0]])
-        tokens = self._tokenise(self._render(values, [long[0]]), values)[0]
+        first = [long[0]]
+        tokens = self._tokenise(self._shown(first, self._rows.rows(first)))[0]
         rule = (
             f"{len(long)} of {self.num_rows} prompts are longer than algorithm.prompt_length: {self._prompt_length} "
             f"tokens, the first in {self._rows.place(long[0])} with {len(tokens)} tokens"
         )
         return InputError(self.key, rule, "Raise algorithm.prompt_length, or set data.on_long_prompt: skip or truncate")
 
-    def _render(self, values: list[Any], rows: Sequence[int]) -> list[str]:
-        """The text of each value, given as text or as messages."""
-        for value, row in zip(values, rows, strict=True):
-            self._check_form(value, row)
-        if not isinstance(values[0], str):
-            return self._apply_template(values, rows)
-        if self._tools:
+    def _shown(self, rows: Sequence[int], columns: Sequence[dict[str, Any]]) -> list[_Shown]:
+        """The prompts of these rows as the policy sees them."""
+        shown = []
+        for row, values in zip(rows, columns, strict=True):
+            value = values.get(self._source.prompt_column)
+            try:
+                shown.append(self._shown_text(value) if isinstance(value, str) else self._shown_chat(value, values))
+            except ValueError as error:
+                fix = "A prompt is text, or a list of messages, each with a role and a content of text"
+                raise InputError(self.key, f"{self._rows.place(row)}: {error}", fix) from error
+        return shown
+
+    def _shown_text(self, value: str) -> _Shown:
+        if not value:
+            raise ValueError("the prompt is empty")
+        self._check_kind(value, is_text=True)
+        source = self._source
+        if source.environment.descriptions or source.chat_template_kwargs:
+            key = source.template_key
+            if source.environment.descriptions:
+                key = f"{source.environment_key}.{'mcp' if source.environment.mcp.used else 'tools'}"
             raise InputError(
-                f"{self._source.environment_key}.{'mcp' if self._source.environment.mcp.used else 'tools'}",
-                f"{self._files} holds prompts as text, and only a chat template describes tools to the policy",
-                "Give prompts as chat messages, or leave the tools out",
+                key,
+                f"{self._files} holds prompts as text, and only chat messages get a chat template, which reads it",
+                "Give prompts as chat messages, or leave it out",
             )
-        return values
+        return _Shown(value)
 
-    def _check_form(self, value: Any, row: int) -> None:
-        if isinstance(value, str):
-            problem = "the prompt is empty" if not value else ""
-        elif not isinstance(value, list):
-            problem = f"the prompt is neither text nor a list of messages, but {in_yaml(value):.80}"
-        else:
-            problem = _message_problem(value)
-        # A file is tokenised in one way: a template writes its own special tokens, plain text gets the tokenizer's.
-        self._is_text = isinstance(value, str) if self._is_text is None else self._is_text
-        if not problem and isinstance(value, str) != self._is_text:
-            here, first = ("text", "messages") if isinstance(value, str) else ("messages", "text")
-            problem = f"the prompt is {here}, and the file's first one is {first}: {in_yaml(value):.80}"
-        if problem:
-            fix = "A prompt is text, or a list of messages, each with a role and a content of text"
-            raise InputError(self.key, f"{self._rows.place(row)}: {problem}", fix)
-
-    def _apply_template(self, conversations: list[list[dict[str, Any]]], rows: Sequence[int]) -> list[str]:
-        from jinja2 import TemplateError
-
+    def _shown_chat(self, value: Any, columns: dict[str, Any]) -> _Shown:
+        if not isinstance(value, list):
+            raise ValueError(f"the prompt is neither text nor a list of messages, but {in_yaml(value):.80}")
+        if not value:
+            raise ValueError("the list of messages is empty")
+        self._check_kind(value, is_text=False)
         if not self._tokenizer.chat_template:
             raise InputError(
                 self.key,
                 f"{self._files} holds chat messages, and the tokenizer in model.path has no chat template",
                 "Give prompts as text, or add chat_template to the model's tokenizer_config.json",
             )
-        try:
-            return list(
-                self._tokenizer.apply_chat_template(
-                    conversations, tools=self._tools, tokenize=False, add_generation_prompt=True
+        messages, variables = read_messages(value), template_variables(columns, self._source)
+        if messages[-1]["role"] == "assistant":
+            if self._on_assistant_end == "error":
+                raise ValueError("the last message is the assistant's, and data.on_assistant_end is error")
+            if not final_answer(messages) or messages[-1].get("tool_calls"):
+                raise ValueError(
+                    "the last message is the assistant's, and the policy cannot continue it: it has calls or no text"
                 )
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            if len(conversations) > 1:  # find the invalid one
-                return [
-                    self._apply_template([messages], [row])[0]
-                    for messages, row in zip(conversations, rows, strict=True)
-                ]
-            raise InputError(
-                self.key,
-                f"{self._rows.place(rows[0])}: the model's chat template refuses the messages ({error})",
-                "Change the messages to a form that the template takes, or correct the template",
-            ) from error
+        return _Shown(render_chat(self._tokenizer, messages, variables), messages, variables)
 
-    def _tokenise(self, texts: list[str], values: list[Any]) -> list[list[int]]:
+    def _check_kind(self, value: Any, *, is_text: bool) -> None:
+        """A file is tokenised in one way: a template writes its own special tokens, text gets the tokenizer's."""
+        self._is_text = is_text if self._is_text is None else self._is_text
+        if is_text != self._is_text:
+            here, first = ("text", "messages") if is_text else ("messages", "text")
+            raise ValueError(f"the prompt is {here}, and the file's first one is {first}: {in_yaml(value):.80}")
+
+    def _tokenise(self, shown: Sequence[_Shown]) -> list[list[int]]:
         """A template writes its own special tokens; plain text gets those that the tokenizer puts around a text."""
-        if not texts:
+        if not shown:
             return []
-        plain = isinstance(values[0], str)
-        encoded = self._tokenizer(texts, add_special_tokens=plain, return_attention_mask=False, verbose=False)
+        encoded = self._tokenizer(
+            [prompt.text for prompt in shown],
+            add_special_tokens=not shown[0].messages,
+            return_attention_mask=False,
+            verbose=False,
+        )
         return list(encoded["input_ids"])
 
 
@@ -262,13 +282,3 @@ def held_out_prompts(
         )
         for name, path in evaluation.files.items()
     }
-
-
-def _message_problem(messages: list[Any]) -> str:
-    if not messages:
-        return "the list of messages is empty"
-    for number, message in enumerate(messages, start=1):
-        for name in ("role", "content"):
-            if not isinstance(message, dict) or not isinstance(message.get(name), str):
-                return f"message {number} has no {name} that is text: {in_yaml(message):.80}"
-    return ""

@@ -61,6 +61,12 @@ class Recorder:
     _num_added: int = 0  # tokens that the context adds to the rollout
     _holds: bool = False  # tokens of the rollout, from `started` to the end of the request
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template, from the task's data; a request may set others. Tools are the request's alone."""
+        variables = json.loads(self.session.task.prompt.template_json or "{}")
+        return {name: value for name, value in variables.items() if name != "tools"}
+
     async def conversation(self) -> Conversation:
         """The rollout's turns so far."""
         return Conversation(await self.store.turns(self.session.name))

@@ -38,8 +38,10 @@ class SessionRenderer:
         self, conversations: Sequence[list[Any]], chat_params: ChatParams, *args: Any, **keys: Any
     ) -> tuple[list[Any], list[Any]]:
         """As vLLM's; the prompt of an agent's request has the tokens of its session."""
-        rendered, prompts = await self._renderer.render_chat_async(conversations, chat_params, *args, **keys)
         if (recorder := recorder_of_request.get()) is not None:
+            chat_params = chat_params.with_defaults(recorder.variables)
+        rendered, prompts = await self._renderer.render_chat_async(conversations, chat_params, *args, **keys)
+        if recorder is not None:
             for messages, prompt in zip(conversations, prompts, strict=True):
                 await self._record_chat(recorder, [_plain(message) for message in messages], chat_params, prompt)
         return rendered, prompts

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from gspo.common.model.answer_place import ANSWER, tokens_behind_answer
+from gspo.common.model.chat_messages import Message, MessageError, read_messages, render_chat
 from gspo_proto.rollout_pb2 import Prompt
 
-Message = dict[str, Any]
 # A call as the chat template would show it in an answer, and what then says its format, by vLLM's names.
 _EXAMPLE_TOOL = "example_tool"
 _EXAMPLE_CALL: Message = {
@@ -38,10 +37,17 @@ class ChatTurns:
 
     Args:
         tools: Descriptions that the template puts into every prompt.
+        variables: Of the template, which the prompt has beside them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()) -> None:
-        self._tokenizer, self._tools = tokenizer, list(tools) or None
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer, self._tools = tokenizer, list(tools)
+        self._variables = {**(variables or {}), **({"tools": self._tools} if self._tools else {})}
 
     def opening(self, prompt: Prompt, observation: Any) -> Prompt:
         """The prompt, followed by the first observation of `reset`.
@@ -51,10 +57,10 @@ class ChatTurns:
         """
         messages = [*json.loads(prompt.messages_json), *as_messages(observation, "user")]
         text = self._render(messages)
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return Prompt(
-            token_ids=token_ids, text=text, messages_json=json.dumps(messages), columns_json=prompt.columns_json
-        )
+        opening = Prompt(text=text, messages_json=json.dumps(messages, ensure_ascii=False))
+        opening.token_ids.extend(self._tokenizer.encode(text, add_special_tokens=False))
+        opening.columns_json, opening.template_json = prompt.columns_json, prompt.template_json
+        return opening
 
     def between(self, observation: Any, role: str, last_token_id: int | None) -> list[int]:
         """The tokens from the end of the policy's turn to where its next one begins.
@@ -80,7 +86,7 @@ class ChatTurns:
             ObservationError: The template does not take them.
         """
         text = self._render(_BEFORE[:1])
-        return [name for tool in self._tools or () if (name := str(tool["function"]["name"])) not in text]
+        return [name for tool in self._tools if (name := str(tool["function"]["name"])) not in text]
 
     def call_format(self) -> str | None:
         """The format in which the template shows calls: empty for an unknown one, None where it shows no call."""
@@ -93,12 +99,9 @@ class ChatTurns:
 
     def _render(self, messages: list[Message]) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=self._tools, tokenize=False, add_generation_prompt=True
-            )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise ObservationError(f"is refused by the model's chat template ({error})") from error
-        return str(text)
+            return render_chat(self._tokenizer, messages, self._variables)
+        except MessageError as error:
+            raise ObservationError(f"cannot be shown: {error}") from error
 
 
 class PlainTurns:
@@ -129,4 +132,4 @@ class PlainTurns:
 
 def as_messages(observation: Any, role: str) -> list[Message]:
     """An observation as chat messages: text is one message of `role`."""
-    return [{"role": role, "content": observation}] if isinstance(observation, str) else list(observation)
+    return [{"role": role, "content": observation}] if isinstance(observation, str) else read_messages(observation)

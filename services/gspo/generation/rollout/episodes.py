@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from gspo.generation.rollout.tool_parser import ToolParser
 
 log = structlog.get_logger()
+_MOST_CHATS = 1000
 
 
 class Episodes:
@@ -51,7 +52,7 @@ class Episodes:
         self._environments, self._tokenizer = environments, tokenizer
         self._remotes, self._max_attempts = (remotes or RemoteEnvironments()).by_name, max_attempts
         self._plain = PlainTurns(tokenizer)
-        self._chats: dict[str, ChatTurns] = {}
+        self._chats: dict[tuple[str, str], ChatTurns] = {}
         self._parsers: dict[tuple[str, str], ToolParser] = {}
 
     async def reset(self, rollout: InFlightRollout) -> None:
@@ -196,10 +197,13 @@ class Episodes:
         """The renderer of observations: by the chat template where the prompt is messages."""
         if not rollout.task.prompt.messages_json:
             return self._plain
-        tools_json = rollout.task.play.tools_json
-        if tools_json not in self._chats:
-            self._chats[tools_json] = ChatTurns(self._tokenizer, json.loads(tools_json or "[]"))
-        return self._chats[tools_json]
+        parts = tools_json, template_json = rollout.task.play.tools_json, rollout.task.prompt.template_json
+        if parts not in self._chats:
+            if len(self._chats) >= _MOST_CHATS:  # rows may differ in their variables
+                self._chats.clear()
+            variables = json.loads(template_json or "{}")
+            self._chats[parts] = ChatTurns(self._tokenizer, json.loads(tools_json or "[]"), variables)
+        return self._chats[parts]
 
     def _calls(self, play: Play, turn_token_ids: Sequence[int]) -> tuple[list[dict[str, Any]], str]:
         """The tool calls in a turn of the policy, and the problem where they cannot be read.

@@ -39,6 +39,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from gspo.common.errors import InputError, nearest
+from gspo.common.model.chat_messages import final_answer
 from gspo.common.streams.entries import word_of
 from gspo.reward.sandbox.calls import CallError, Signature
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout
@@ -67,11 +68,22 @@ def _completion(rollout: Rollout) -> Any:
     turns = json.loads(rollout.episode.turns_json or "[]")
     while turns and turns[-1]["role"] != "assistant":
         turns.pop()
-    return turns or [{"role": "assistant", "content": rollout.text}]
+    if turns:
+        return turns
+    begun = final_answer(json.loads(rollout.prompt.messages_json))  # as in TRL
+    return [{"role": "assistant", "content": begun + rollout.text}]
+
+
+def _prompt(rollout: Rollout) -> Any:
+    """The prompt; without a message of the assistant that the answer continues."""
+    if not rollout.prompt.messages_json:
+        return rollout.prompt.text
+    messages = json.loads(rollout.prompt.messages_json)
+    return messages[:-1] if final_answer(messages) else messages
 
 
 _TRL_VALUES: dict[str, Callable[[Rollout], Any]] = {
-    "prompts": lambda rollout: json.loads(chat) if (chat := rollout.prompt.messages_json) else rollout.prompt.text,
+    "prompts": _prompt,
     "completions": _completion,
     "completion_ids": lambda rollout: list(rollout.token_ids),
     "outcomes": lambda rollout: word_of(Outcome, rollout.outcome),

@@ -82,6 +82,76 @@ def test_a_key_that_only_some_messages_have_is_no_part_of_the_others(tmp_path: P
     assert json.loads(second.messages_json)[0]["name"] == "x"
 
 
+SHOWING = make_tokenizer()
+SHOWING.chat_template = "{% for t in tools or [] %}[{{ t['name'] }}]{% endfor %}{{ mood }}" + SHOWING.chat_template
+
+
+def test_the_template_gets_the_variables_of_key_and_row(tmp_path: Path, open_set: OpenSet) -> None:
+    """The columns are TRL's; as text they are JSON."""
+    rows = [
+        {"prompt": chat("a")},
+        {"prompt": chat("b"), "chat_template_kwargs": {"mood": "sad"}, "tools": [{"name": "f"}]},
+        {"prompt": chat("c"), "chat_template_kwargs": '{"mood": "odd"}', "tools": '[{"name": "g"}]'},
+    ]
+    path = write(tmp_path / "p.jsonl", rows)
+    prompts = open_set(path, tokenizer=SHOWING, chat_template_kwargs={"mood": "fine"}).prompts([0, 1, 2])
+    assert [prompt.text.split("<|im_start|>")[0] for prompt in prompts] == ["fine", "[f]sad", "[g]odd"]
+    assert [json.loads(prompt.template_json) for prompt in prompts][1] == {"mood": "sad", "tools": [{"name": "f"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "problem"),
+    [
+        ({"tools": "add"}, {}, "line 1: the column tools is not a list of tool descriptions"),
+        (
+            {"tools": [{"name": "f"}]},
+            {"environment": {"builtin": "tools", "tools": ["calculator"]}},
+            "tools describes other tools than environ",
+        ),
+        ({"chat_template_kwargs": [1]}, {}, "the column chat_template_kwargs is not a mapping"),
+        ({"chat_template_kwargs": {"tokenize": True}}, {}, "chat_template_kwargs has tokenize"),
+        (
+            {"prompt": "a"},
+            {"chat_template_kwargs": {"mood": 1}},
+            r"data.chat_template_kwargs: .* prompts as text",
+        ),
+    ],
+)
+def test_variables_that_cannot_be_used_are_refused(
+    tmp_path: Path, open_set: OpenSet, row: dict[str, Any], keys: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InputError, match=problem):
+        open_set(write(tmp_path / "p.jsonl", [{"prompt": chat("a")} | row]), tokenizer=SHOWING, **keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("tools", r"chat_template_kwargs.tools: .*are not the same in every prompt"),
+        ("tokenize", "belongs to the call of the"),
+    ],
+)
+def test_keys_that_are_no_variables_are_refused(tmp_path: Path, open_set: OpenSet, name: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        open_set(write(tmp_path / "p.jsonl", [{"prompt": chat("a")}]), chat_template_kwargs={name: 1})
+
+
+ENDING = [*chat("1+1="), {"role": "assistant", "content": "1"}]
+
+
+def test_an_assistants_last_message_is_continued_or_refused(tmp_path: Path, open_set: OpenSet) -> None:
+    path = write(tmp_path / "p.jsonl", [{"prompt": chat("1+1=")}, {"prompt": ENDING}])
+    prompts = open_set(path)
+    plain, continued = prompts.prompts([0, 1])
+    assert plain.text + "1" == continued.text
+    assert prompts.num_continued == 1
+    with pytest.raises(InputError, match=r"line 2: the last message is the assistant's, and data\.on_assistant"):
+        open_set(path, on_assistant_end="error")
+    calls = [*chat("a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]}]
+    with pytest.raises(InputError, match="cannot continue it"):
+        open_set(write(tmp_path / "p.jsonl", [{"prompt": calls}]))
+
+
 def test_a_limit_takes_the_first_rows(tmp_path: Path, open_set: OpenSet) -> None:
     rows = [{"prompt": str(number)} for number in range(9)]
     prompts = open_set(write(tmp_path / "p.jsonl", rows), limit=3)

@@ -25,7 +25,7 @@ from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto import rollout_pb2
 from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, Sampling
-from tests.support.chat_templates import IM, THOUGHT, TOKENIZERS, tokenizer_of
+from tests.support.chat_templates import CHATML, IM, THOUGHT, TOKENIZERS, tokenizer_of
 
 # Three turns of the policy: one complete, one cut off after its fourth token, one that ends the game.
 TRANSCRIPT = {
@@ -262,6 +262,22 @@ async def test_what_reset_says_stands_in_the_prompt() -> None:
     assert rollout.mask == b"\x01" * 3
     long = await played(ScriptedEngine(tokenizer, ["16"]), game, task_of(tokenizer, prompt_length=40))
     assert "at most 40 are allowed" in long.episode.failure
+
+
+async def test_observations_get_the_variables_of_the_prompts_template() -> None:
+    thinks_not = "{% if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}"
+    tokenizer = tokenizer_of(CHATML.replace("assistant\n' }}", "assistant\n' }}" + thinks_not), IM, "<|im_end|>")
+    task = task_of(tokenizer)
+    task.prompt.template_json = '{"enable_thinking": false}'
+    parts = [{"type": "text", "text": "It is"}, {"type": "text", "text": "even."}]
+    game = ScriptedGame(
+        [says([{"role": "user", "content": parts}]), says("", done=True)],
+        opening=json.dumps([{"role": "user", "content": parts}]),
+    )
+    rollout = await played(ScriptedEngine(tokenizer, ["16", "20"]), game, task)
+    asked = "<|im_start|>user\nIt is\neven.<|im_end|>\n<|im_start|>assistant\n<think></think>"
+    assert rollout.prompt.text == f"<|im_start|>user\nGuess<|im_end|>\n{asked}"
+    assert tokenizer.decode(rollout.token_ids) == f"16<|im_end|>\n{asked}20<|im_end|>"
 
 
 async def test_text_prompts_get_observations_as_they_are() -> None:

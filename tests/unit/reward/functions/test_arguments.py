@@ -135,6 +135,15 @@ def test_a_conversation_is_given_as_messages() -> None:
     }
 
 
+def test_an_answer_has_what_its_prompt_had_of_it() -> None:
+    asked = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "It is "}]
+    question = arguments_for(signature("def reward(prompts, completions): ..."), [rollout(messages=asked)])
+    assert question["arguments"] == {
+        "prompts": [asked[:1]],
+        "completions": [[{"role": "assistant", "content": "It is 4"}]],
+    }
+
+
 def test_a_missing_column_is_named_unless_it_has_a_default() -> None:
     rows = [rollout(answer="4")]
     with pytest.raises(MissingColumnError, match="'level'"):
