@@ -43,6 +43,13 @@ def test_other_templates_pass(tmp_path: Path) -> None:
         check_chat_template(folder)
 
 
+def test_files_of_the_working_directory_have_no_part_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inspect.py").write_text("raise RuntimeError")
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    monkeypatch.chdir(tmp_path)
+    check_chat_template(tmp_path)
+
+
 def test_a_folder_without_a_template_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)  # refused by those that need it
     check_chat_template(tmp_path)

@@ -17,12 +17,13 @@ from typing import Any
 
 from gspo.common.errors import InputError
 from gspo.common.plain_json import read_json_file
+from gspo.common.service.module_command import module_command
 
 # Of the processor; and of memory, for Python and jinja2.
 _MOST_SECONDS, _MOST_BYTES = 5, 1 << 30
 # A short conversation has some hundred characters, and a template adds a system prompt and tools to it.
 _MOST_CHARACTERS = 1 << 20
-_TOO_LONG = 3
+_TOO_LONG, _TOO_MUCH = 3, 4
 _NUMBERED = {"type": "object", "properties": {"number": {"type": "integer", "description": "A number"}}}
 _TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": _NUMBERED}}]
 _CALL = {"type": "function", "function": {"name": "add", "arguments": {"number": 1}}}
@@ -49,15 +50,17 @@ def check_chat_template(folder: Path) -> None:
             passes.
     """
     for template in _templates(folder):
-        command = [sys.executable, "-m", __name__]
+        command = module_command(__name__)
         try:
             done = subprocess.run(command, input=template.encode(), capture_output=True, timeout=60, check=False)
         except subprocess.TimeoutExpired:
             raise _endless(folder, "did not end within 60 s") from None
         if done.returncode == _TOO_LONG:
             raise _endless(folder, f"gives more than {_MOST_CHARACTERS:,} characters")
-        if done.returncode:  # SIGXCPU, or its memory
+        if done.returncode == _TOO_MUCH or done.returncode < 0:  # SIGXCPU, or a crash without memory
             raise _endless(folder, f"takes more than {_MOST_SECONDS} s of a processor, or {_MOST_BYTES >> 30} GiB")
+        if done.returncode:
+            raise RuntimeError(f"the trial of a chat template failed: {done.stderr.decode(errors='replace')[-1000:]}")
 
 
 def _endless(folder: Path, what: str) -> InputError:
@@ -108,7 +111,7 @@ def _render(template: str) -> int:
                 if num_characters > _MOST_CHARACTERS:
                     return _TOO_LONG
         except MemoryError:
-            return 1
+            return _TOO_MUCH
         except Exception:  # noqa: BLE001, S112 - a refusal or a fault of the template, which is not looked for here
             continue
     return 0
