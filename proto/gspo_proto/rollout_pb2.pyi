@@ -692,6 +692,7 @@ class Score(_message.Message):
     TAKEN_UNIX_S_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     TEACHER_LOGP_FIELD_NUMBER: _builtins.int
+    LOGGED_JSON_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     failure: _builtins.str
     version: _builtins.str
@@ -704,6 +705,8 @@ class Score(_message.Message):
     """exception, unknown_function, unreachable
     when the scorer took the rollout
     """
+    logged_json: _builtins.str
+    """values that functions logged: an object of FUNCTION/COLUMN, or empty"""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorePart]: ...
     @_builtins.property
@@ -727,10 +730,11 @@ class Score(_message.Message):
         taken_unix_s: _builtins.float = ...,
         seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         teacher_logp: _abc.Iterable[_builtins.float] | None = ...,
+        logged_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "result", b"result", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "failure_kind", b"failure_kind", "parts", b"parts", "result", b"result", "reward", b"reward", "scored_unix_s", b"scored_unix_s", "scorer", b"scorer", "seconds", b"seconds", "taken_unix_s", b"taken_unix_s", "teacher_logp", b"teacher_logp", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "failure_kind", b"failure_kind", "logged_json", b"logged_json", "parts", b"parts", "result", b"result", "reward", b"reward", "scored_unix_s", b"scored_unix_s", "scorer", b"scorer", "seconds", b"seconds", "taken_unix_s", b"taken_unix_s", "teacher_logp", b"teacher_logp", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["reward", "failure"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015

@@ -32,6 +32,8 @@ PAGE = "gspo.view"
 DEEPSPEED_FILE = "services/gspo/learner/training/policy_engine.py"
 # A program that the reward service starts where a reward model is asked for; nothing imports it.
 TORCH_PROGRAM = "services/gspo/reward/functions/builtins/reward_model.py"
+# Runs in the sandbox, where a function may ask for the tokenizer.
+TOKENIZER_FILE = "services/gspo/reward/sandbox/inside/supplied.py"
 # The one shared module that needs torch: the engines of generators and learners call it.
 TORCH_MODULE = "services/gspo/common/host/bfloat16_products.py"
 WITHOUT_TORCH = (
@@ -152,7 +154,7 @@ def _foreign_engines(path: str, imported: dict[str, int]) -> Iterator[Break]:
         web = lines("fastapi", "fastapi_offline", "starlette")
         yield from ((line, f"imports {name} outside an HTTP API: move the route to one") for line, name in web)
     without_tokenizer = ("services/gspo/common", "services/gspo/cli", "services/gspo/reward")
-    if path.startswith(without_tokenizer) and path != TORCH_PROGRAM:
+    if path.startswith(without_tokenizer) and path not in (TORCH_PROGRAM, TOKENIZER_FILE):
         yield from ((line, "imports transformers: no text is tokenised here") for line, _ in lines("transformers"))
 
 

@@ -46,6 +46,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
         registry=registry,
         usage=usage,
         on_use=record.keep,
+        model=config.model,
     )
     async with opened as scorer, Admission(scorer.library, config.reward.allowed_packages) as admission:
         level = scorer.library.confinement

@@ -59,7 +59,7 @@ async def _check(config: Config) -> None:
     sources = config.sources
     async with (
         _open_registry(config) as registry,
-        open_library(config.reward, sources=sources, registry=registry) as library,
+        open_library(config.reward, sources=sources, registry=registry, model=config.model) as library,
     ):
         for source in sources:
             await _check_source(source, library, await asyncio.to_thread(_read_data, config, source))

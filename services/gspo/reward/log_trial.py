@@ -51,6 +51,7 @@ async def _scores(question: dict[str, Any]) -> list[dict[str, Any]]:
         CallLimits(reward.timeout_s, reward.memory_mb, reward.cpu_s),
         confinement=await find_level(reward.sandbox_minimum),
         num_workers=reward.workers,
+        model=config.model,
     )
     paths = tuple(Path(path) for path in question["reads"])
     entry, modules = question["entry"] or None, question["modules"]
@@ -78,11 +79,13 @@ async def _scores(question: dict[str, Any]) -> list[dict[str, Any]]:
 def _rollout(row: dict[str, Any]) -> Rollout:
     """A row of a step file, as far as a function sees it."""
     prompt = Prompt(text=row["prompt"], messages_json=row["messages_json"], columns_json=row["columns_json"])
+    prompt.token_ids.extend(row["prompt_token_ids"])
     return Rollout(
         group=row["group"],
         number=row["number"],
         prompt=prompt,
         token_ids=row["token_ids"],
+        version=row["version"],
         text=row["text"],
         outcome=Outcome.Value(f"OUTCOME_{row['outcome'].upper()}"),
         stop=row["stop"],

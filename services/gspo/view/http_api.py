@@ -59,7 +59,7 @@ _LIBRARY = _TEMPLATES / "uplot"
 _LIBRARY_FILES = {"uPlot.iife.min.js": "text/javascript", "uPlot.min.css": "text/css"}
 # A browser asks again by itself after the end of a stream.
 _POLL_S, _STREAM_S, _COMMENT_S = 1.0, 3600.0, 15.0
-_WHOLE = ("prompt", "text", "failure", "turns_json", "messages_json", "columns_json")
+_WHOLE = ("prompt", "text", "failure", "turns_json", "messages_json", "columns_json", "logged_json")
 Place = Annotated[int, InPath(ge=0, lt=2**31)]
 GroupId = Annotated[int, InPath(ge=0, lt=2**63)]
 

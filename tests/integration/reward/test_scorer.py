@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -15,13 +16,16 @@ import psutil
 import pytest
 
 from gspo.common.config.reward import RewardFunction
+from gspo.common.config.schema import ModelConfig
 from gspo.common.errors import InputError
 from gspo.reward.functions.configured import read_code
 from gspo.reward.functions.run_record import source_of
 from gspo.reward.sandbox.calls import CallError
 from gspo.reward.scoring.scorer import NUM_PROBES, open_scorer
+from gspo.reward.submissions.trials import try_rows
 from gspo_proto.rollout_pb2 import RewardUse, Rollout
 from tests.support.reward_rollouts import make_rollout, reward_config, reward_or_failure
+from tests.support.tiny_model import make_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -251,6 +255,49 @@ async def test_files_are_imported_and_opened_where_they_are_named(tmp_path: Path
         functions = [{"path": tmp_path / "r.py", "reads": [tmp_path / "nothing"]}]
         async with open_scorer(reward_config(tmp_path, source, functions=functions), name="reward-0"):
             pass
+
+
+SUPPLIED = """def reward(completions, raw_completions, tokenizer, trainer_state, log_metric, log_extra, stops):
+    assert [tokenizer.decode(tokenizer(raw)["input_ids"]) for raw in raw_completions] == raw_completions
+    log_metric("step", trainer_state.global_step)
+    log_extra("raw", raw_completions)
+    return [float(len(raw)) for raw in raw_completions]
+"""
+
+
+async def test_a_function_gets_the_tokenizer_and_logs(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text('{"model_type": "qwen3"}')
+    model = ModelConfig(path=str(tmp_path / "model"))
+    # The stop string and what follows it are cut off the text, and their tokens are the policy's.
+    raw = "12;3" + tokenizer.eos_token
+    rollout, older = make_rollout("12"), make_rollout("12")
+    for answer, version in ((rollout, 7), (older, 6)):
+        answer.token_ids[:] = tokenizer(raw)["input_ids"]
+        answer.version[:], answer.stop = [version], ";"
+    async with open_scorer(reward_config(tmp_path, SUPPLIED), name="reward-0", model=model) as scorer:
+        scores = await scorer.score([rollout, older])
+        (trial,) = (await try_rows(scorer.library.configured["r"], [{"completion": "12"}])).results
+    assert [score.reward for score in scores] == [len(raw)] * 2, scores
+    assert [[(part.name, part.value, part.weight) for part in score.parts] for score in scores] == [
+        [("r", len(raw), 1.0), ("r/step", 7.0, 0.0)]
+    ] * 2
+    assert json.loads(scores[0].logged_json) == {"r/raw": raw}
+    assert (trial.reward, trial.extras, trial.columns) == (2.0, {"step": 0.0}, {"raw": "12"})
+
+
+async def test_a_parameter_for_the_tokenizer_needs_a_model_or_a_default(tmp_path: Path) -> None:
+    source = "def reward(completions, tokenizer{}): return [float(tokenizer is None)] * len(completions)"
+    with pytest.raises(InputError, match=r"the tokenizer cannot be filled: there is no model here. Install transform"):
+        async with open_scorer(reward_config(tmp_path, source.format("")), name="reward-0"):
+            pass
+    assert await scores_of_any(tmp_path, source.format("=None")) == [1.0]
+
+
+async def scores_of_any(folder: Path, source: str) -> list[float | str]:
+    async with open_scorer(reward_config(folder, source), name="reward-0") as scorer:
+        return [reward_or_failure(score) for score in await scorer.score([make_rollout("x")])]
 
 
 BESIDE = {

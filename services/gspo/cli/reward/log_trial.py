@@ -27,7 +27,7 @@ TIMEOUT_S = 900.0
 _EQUAL = 1e-9
 _COLUMNS = (
     "step", '"group"', "number", "prompt", "messages_json", "columns_json", "token_ids", "text", "outcome", "stop",
-    "turns_json", "reward", "parts_json",
+    "turns_json", "reward", "parts_json", "prompt_token_ids", "version",
 )  # fmt: skip
 
 

@@ -25,6 +25,11 @@ _PICKLES = ["*.bin"]
 _SECOND_COPIES = ["consolidated*"]
 # Files that the tokenizer and transformers read: a fault of theirs names the file here, before anything starts.
 _READ_BY_OTHERS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+# Files that make up a tokenizer of any kind, with the model's config.json, which names the kind.
+_TOKENIZER_FILES = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"),
+)
 _FIX = "Give a folder that transformers' save_pretrained wrote"
 # Size of a parameter in a pickled file, whose header is not read: the smallest that is usual, so that the
 # estimate of memory is never too low.
@@ -160,6 +165,18 @@ def read_added_tokens(folder: Path) -> list[str]:
         InputError: As `read_tokens`.
     """
     return [added["content"] for added in _read_json(folder / "tokenizer.json").get("added_tokens", [])]
+
+
+def read_tokenizer_files(model: ModelConfig) -> dict[str, bytes]:
+    """The files of a model from which transformers makes its tokenizer.
+
+    Raises:
+        InputError: There is no such model, or it has no tokenizer.json.
+        OSError: One cannot be read.
+    """
+    folder = model_folder(model)
+    read_tokens(folder)
+    return {name: (folder / name).read_bytes() for name in _TOKENIZER_FILES if (folder / name).is_file()}
 
 
 def is_stacked(layer: str) -> bool:

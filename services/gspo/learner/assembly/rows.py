@@ -56,6 +56,7 @@ class Row:
     source: Name in data.sources; empty where data.prompts is the only source.
     branch_starts: Places in the arrays where a further branch begins, with its own context; empty where there is one.
     teacher_logp: The log-prob of every token by the teacher at teacher.address; empty without one.
+    logged_json: The values that functions logged: an object of FUNCTION/COLUMN; empty without any.
     """
 
     step: Small
@@ -96,6 +97,7 @@ class Row:
     source: Text = ""
     branch_starts: Ints_T = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     teacher_logp: Floats_T = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    logged_json: Text = ""
 
     @property
     def branch_bounds(self) -> list[tuple[int, int]]:
@@ -178,6 +180,7 @@ def row_from_scored(scored: ScoredRollout) -> Row:
         turns_json=rollout.episode.turns_json,
         branch_starts=np.array(rollout.branch_starts, dtype=np.int32),
         teacher_logp=np.array(score.teacher_logp, dtype=np.float32),
+        logged_json=score.logged_json,
     )
 
 

@@ -11,6 +11,11 @@ A function by TRL's convention takes any of these by name, each a list with one 
   time_limit or step_time_limit
 - `stops`: the stop string that ended the answer, or ""
 - `truncated`: whether the answer was cut off at response_length
+- `prompt_ids`: token ids of the prompt
+- `raw_completions`: the text of `completion_ids` with special tokens, and with all that was cut off at a stop string
+- `tokenizer`: the policy's, of transformers
+- `log_metric(name, number)`, `log_extra(column, values)`: a figure of the answers in this call, a value of each answer
+- `trainer_state`: its `global_step` is the number of steps behind the newest policy that sampled the answers
 - any other name: the data set's column of that name; `**columns` takes all columns
 
 A function by verl's convention is called for each answer with
@@ -85,14 +90,24 @@ def _prompt(rollout: Rollout) -> Any:
 _TRL_VALUES: dict[str, Callable[[Rollout], Any]] = {
     "prompts": _prompt,
     "completions": _completion,
+    "prompt_ids": lambda rollout: list(rollout.prompt.token_ids),
     "completion_ids": lambda rollout: list(rollout.token_ids),
     "outcomes": lambda rollout: word_of(Outcome, rollout.outcome),
     "stops": lambda rollout: rollout.stop,
     "truncated": lambda rollout: rollout.outcome == OUTCOME_TRUNCATED,
 }
+# The function's process makes these from the values here.
+_SUPPLIED: dict[str, Callable[[Sequence[Rollout]], Any]] = {
+    "log_metric": lambda _: None,
+    "log_extra": lambda _: None,
+    "tokenizer": lambda _: None,
+    "trainer_state": lambda rollouts: max((max(rollout.version, default=0) for rollout in rollouts), default=0),
+    # A trial has an answer without tokens.
+    "raw_completions": lambda rollouts: [list(rollout.token_ids) or rollout.text for rollout in rollouts],
+}
 OPENRLHF_ARGUMENTS = ("queries", "prompts", "labels")
 _CONVENTION_ARGUMENTS = {
-    "trl": tuple(_TRL_VALUES),
+    "trl": (*_TRL_VALUES, *_SUPPLIED),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "verl_batch": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
     "openrlhf": OPENRLHF_ARGUMENTS,
@@ -132,7 +147,10 @@ def arguments_for(
                 return {"arguments": {"queries": queries, "prompts": prompts, "labels": labels} | args}
             case "environment":
                 raise NotAskableError("is an environment, which answers steps and scores no answers")
-        return {"arguments": _trl_arguments(signature, rollouts, columns, args) | args}
+        arguments = _trl_arguments(signature, rollouts, columns, args) | args
+        asked = [name for name in _SUPPLIED if name in signature.takes and name not in arguments]
+        supplied = {name: _SUPPLIED[name](rollouts) for name in asked}
+        return {"arguments": arguments, "supplied": supplied} if supplied else {"arguments": arguments}
     except ValueError as error:
         raise NotAskableError(f"cannot be asked: {error}") from error
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from gspo.common.config.fields import Section
 from gspo.common.config.reward import EnvironmentConfig, RewardConfig, RewardFunction
+from gspo.common.config.schema import ModelConfig
 from gspo.common.config.sources import CodeSpec, Source, code_of
 from gspo.common.errors import InputError, nearest
 from gspo.common.modules_beside import modules_beside
@@ -44,11 +45,13 @@ async def open_library(
     sources: Sequence[Source] = (),
     registry: Registry | OfflineRegistry | None = None,
     usage: UsageCounter | None = None,
+    model: ModelConfig | None = None,
 ) -> AsyncIterator[Library]:
     """The library of a run, with the functions and environments of its sources loaded.
 
     Args:
         sources: One with the functions of `config` alone by default.
+        model: The policy's, for functions that name its tokenizer.
 
     Raises:
         InputError: One cannot be read or loaded, does not take its arguments, or is not registered; or two have one
@@ -63,6 +66,7 @@ async def open_library(
         registry=registry,
         usage=usage,
         step_timeout_s=max(source.environment.step_timeout_s for source in sources),
+        model=model,
     )
     opened = {key: open_function(spec, key, library) for key, spec in specs.items() if not spec.registered}
     library.configured.update((function.code.name, function) for function in opened.values())
@@ -200,6 +204,8 @@ def _how_to_fix(error: CallError, kind: CodeKind) -> str:
             "A module beside the file is taken along where an import names it. Name another one under `reads`, or "
             "install its package into the Python of this service"
         )
+    if error.error_type == "UnfitTokenizerError":
+        return "Install transformers into the Python of this service, and give model.path a folder with tokenizer.json"
     if error.error_type == "MemoryError":
         return "Raise reward.memory_mb"
     if error.kind == "timeout":

@@ -12,10 +12,13 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import structlog
 
+from gspo.common.config.schema import ModelConfig
+from gspo.common.model.files import read_tokenizer_files
 from gspo.common.telemetry import metrics
 from gspo.reward.functions.arguments import NotAskableError, arguments_for
 from gspo.reward.registry.records import Content, Kind, NotRegisteredError, RequestedLimits
@@ -24,7 +27,7 @@ from gspo.reward.registry.usage import UsageCounter
 from gspo.reward.sandbox.calls import Callee, CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.launch import ConfinementLevel
-from gspo.reward.sandbox.values import Result, read_value
+from gspo.reward.sandbox.values import Result, read_value, with_logged
 from gspo_proto.rollout_pb2 import Rollout
 
 # Each holds a process or more; a run uses a handful.
@@ -59,7 +62,8 @@ class Function:
             got = len(values) if isinstance(values, list) else "other"
             text = f"returned {got} values for {len(rollouts)} completions"
             raise CallError("invalid_return", text, error_type="InvalidReturnError", output=answer.output)
-        return [read_value(value, signature.convention) for value in values], answer.output
+        results = [read_value(value, signature.convention) for value in values]
+        return with_logged(results, answer.logged_json) if answer.logged_json else results, answer.output
 
 
 @contextmanager
@@ -117,6 +121,7 @@ class Library:
         registry: None if nothing can be registered.
         usage: Counts calls; None counts none.
         step_timeout_s: Wall clock of a step of a registered environment without its own limit; None: as other calls.
+        model: Its tokenizer is for functions that name it; None where there is none.
 
     Attributes:
         configured: The functions of the run's configuration by name, loaded.
@@ -132,7 +137,9 @@ class Library:
         registry: Registry | OfflineRegistry | None = None,
         usage: UsageCounter | None = None,
         step_timeout_s: float | None = None,
+        model: ModelConfig | None = None,
     ) -> None:
+        self._read_tokenizer = partial(read_tokenizer_files, model) if model else None
         self.limits, self.confinement, self.usage = limits, confinement, usage
         self._num_workers, self._registry, self._step_timeout_s = num_workers, registry, step_timeout_s
         self.configured: dict[str, Function] = {}
@@ -216,7 +223,12 @@ class Library:
     ) -> Sandbox:
         """A sandbox for a function, of the library's level; nothing is started yet."""
         return sandbox_type(
-            code, limits, self.confinement, num_workers=self._num_workers, load_timeout_s=load_timeout_s
+            code,
+            limits,
+            self.confinement,
+            num_workers=self._num_workers,
+            load_timeout_s=load_timeout_s,
+            read_tokenizer=self._read_tokenizer,
         )
 
     def limits_of(self, content: Content) -> CallLimits:

@@ -2,7 +2,8 @@
 
 A question is one of
 
-- `{"arguments": {...}}`: one call of a reward function for a whole batch
+- `{"arguments": {...}}`: one call of a reward function for a whole batch; `supplied` names the arguments that its
+  process makes (inside/supplied.py)
 - `{"rows": [{...}, ...]}`: one call for each row
 - `{"function": NAME, "arguments": {...}}`: one call of a function of an environment, which may return any JSON value
 """
@@ -19,6 +20,8 @@ import msgspec
 from gspo.reward.sandbox.inside.recognise import MAX_NAME_CHARS, MAX_PARAMETERS
 
 CodeKind = Literal["reward", "environment"]
+# Arguments of a TRL function that its process makes with the model's tokenizer.
+OF_TOKENIZER = frozenset({"tokenizer", "raw_completions"})
 Question = dict[str, Any]
 FailureKind = Literal[
     "timeout",  # it took longer than its wall clock or processor time
@@ -102,10 +105,12 @@ class Answer:
         values: For `arguments` and `rows` a list, each item as inside/results.py encodes it; for `function`
             the JSON value.
         output: The end of its printed output.
+        logged_json: The metrics and columns that the function logged; empty where it logged none.
     """
 
     values: Any
     output: str = ""
+    logged_json: str = ""
 
 
 class CallError(Exception):

@@ -37,13 +37,24 @@ Not covered:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, TypeAlias
 
 import structlog
 
-from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code, FailureKind, Question, Signature
+from gspo.common.errors import InputError
+from gspo.reward.sandbox.calls import (
+    OF_TOKENIZER,
+    Answer,
+    CallError,
+    CallLimits,
+    Code,
+    FailureKind,
+    Question,
+    Signature,
+)
 from gspo.reward.sandbox.launch import MAX_THREADS, SCRATCH_BYTES, ConfinementLevel, Importable, packages_to_share
 from gspo.reward.sandbox.supervisor_link import SupervisorLink, WorkerUsage
 from gspo.reward.sandbox.values import Reply, end_error, reply_error, values_in
@@ -55,6 +66,10 @@ _END_S = 1.0
 # Long enough that calls in quick succession do not wait for stops, short enough that user code gains nothing in it.
 STOP_AFTER_S = 0.02
 INSPECT_EVERY_S = 0.25
+# It takes seconds to import; a worker would do that in the time of its start.
+TOKENIZER_MODULE = "transformers.models.auto.tokenization_auto"
+_HAS_TRANSFORMERS = find_spec("transformers") is not None
+ReadTokenizer: TypeAlias = Callable[[], Mapping[str, bytes]]
 log = structlog.get_logger()
 
 
@@ -69,6 +84,7 @@ class Sandbox:
         level: Its confinement.
         num_workers: Calls answered at the same time; further ones wait for a free worker, first come first served.
         load_timeout_s: Longest that the code may take at the top of its file.
+        read_tokenizer: Reads the tokenizer's files for a function that names it; None where there is no model.
     """
 
     def __init__(
@@ -79,7 +95,9 @@ class Sandbox:
         *,
         num_workers: int = 1,
         load_timeout_s: float | None = None,
+        read_tokenizer: ReadTokenizer | None = None,
     ) -> None:
+        self._read_tokenizer = read_tokenizer
         self.code, self.limits, self.level = code, limits, level
         self._load_timeout_s = load_timeout_s or LOAD_TIMEOUT_S
         self._signature: Signature | None = None
@@ -126,7 +144,7 @@ class Sandbox:
             with suppress(WorkerTaintedError):
                 async with self._worker(session, fresh=fresh) as worker:
                     reply = await self._ask(worker, question, self.limits.timeout_s)
-                    return Answer(values_in(reply, question), reply.output)
+                    return Answer(values_in(reply, question), reply.output, reply.logged_json)
         # No earlier call tainted the new worker: its own code did, before it was asked anything.
         raise CallError("forbidden", FORGED_REPLY)
 
@@ -223,10 +241,29 @@ class Sandbox:
             reply = await self._ask(worker, question, self._load_timeout_s)
             if reply.signature is None:
                 raise CallError("forbidden", "its process answered something else than a signature")
+            if reply.signature.convention == "trl" and reply.signature.takes & OF_TOKENIZER:
+                await self._load_tokenizer(worker, reply.signature)
         except CallError as error:
             error.loading, error.args = True, (f"cannot be loaded: {error}",)
             raise
         self._signature = self._signature or reply.signature
+
+    async def _load_tokenizer(self, worker: WorkerLink, signature: Signature) -> None:
+        """Load the tokenizer into a new worker; one that has a default may be missing.
+
+        Raises:
+            CallError: It cannot be loaded, and the function needs it.
+        """
+        try:
+            if self._read_tokenizer is None:
+                raise CallError("exception", "there is no model here")
+            files = await asyncio.to_thread(self._read_tokenizer)
+            await self._ask(worker, {"tokenizer": files}, self._load_timeout_s)
+        except (CallError, InputError, OSError) as error:
+            text = f"its parameter for the tokenizer cannot be filled: {error}"
+            if OF_TOKENIZER.intersection(signature.required) or worker.tainted:
+                raise CallError("exception", text, error_type="UnfitTokenizerError") from error
+            log.warning("no_tokenizer", function=self.code.name, reason=text)
 
     async def _ask(self, worker: WorkerLink, question: dict[str, Any], timeout_s: float) -> Reply:
         """One question to a worker, which is inspected while it takes long."""
@@ -304,6 +341,8 @@ class Sandbox:
                 await self._end_all()
             if self._supervisor is None:
                 packages = packages_to_share([self.code.text, *self.code.modules.values()], self._importable)
+                if self._read_tokenizer and any(name in self.code.text for name in OF_TOKENIZER) and _HAS_TRANSFORMERS:
+                    packages.append(TOKENIZER_MODULE)
                 self._supervisor = await SupervisorLink.start(
                     self.level, self.code.reads, packages, num_workers=self._num_workers
                 )

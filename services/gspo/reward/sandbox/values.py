@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 import msgspec
@@ -45,6 +45,8 @@ class ErrorReply(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct):
     """An answer to the question `id`; one of values, values_json, signature and error is there, or none.
 
+    Beside values is logged_json, where the function logged something.
+
     Attributes:
         output: The printed output; the service sets it.
     """
@@ -54,6 +56,7 @@ class Reply(msgspec.Struct):
     values_json: str | None = None
     signature: Signature | None = None
     error: ErrorReply | None = None
+    logged_json: str = ""
     threads_left: int = 0
     output: str = ""
 
@@ -158,11 +161,13 @@ class Value:
         reward: The number that counts.
         parts: Named parts whose sum is the reward, if the function returned such.
         extras: Named numbers beside the reward, reported and not counted.
+        columns: Named values of the answer that the function logged.
     """
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
     extras: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 # None: the function does not apply to the answer, as TRL says it.
@@ -203,6 +208,40 @@ def read_value(raw: Any, convention: str) -> Result:
     if fault := number_fault(total):
         return _invalid(f"the sum of its parts is {fault}", NOT_FINITE)
     return Value(total, parts=numbers)
+
+
+def with_logged(results: list[Result], logged_json: str) -> list[Result]:
+    """The results of a call with its metrics and columns, as inside/supplied.py writes them.
+
+    A metric belongs to each answer with a value, so the mean over a step counts answers.
+
+    Raises:
+        CallError: It has another form: user code can forge it.
+    """
+    try:
+        logged = msgspec.convert(plain_json(logged_json), _Logged)
+        if len(logged.columns) != len(results):
+            raise ValueError(f"{len(logged.columns)} rows for {len(results)} answers")
+        for named in (logged.metrics, *logged.columns):
+            if unfit := _unfit_names(named):
+                raise ValueError(unfit)
+        for name, number in logged.metrics.items():
+            if fault := number_fault(number):
+                raise ValueError(f"the metric '{name}' is {fault}")
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        text = f"logged something that cannot be taken: {error}"
+        raise CallError("invalid_return", text[:MAX_REASON_CHARS], error_type="InvalidReturnError") from error
+    return [
+        replace(result, extras={**logged.metrics, **result.extras}, columns=columns)
+        if isinstance(result, Value)
+        else result
+        for result, columns in zip(results, logged.columns, strict=True)
+    ]
+
+
+class _Logged(msgspec.Struct):
+    metrics: dict[str, float]
+    columns: list[dict[str, Any]]
 
 
 def _unfit_names(parts: Collection[Any]) -> str | None:

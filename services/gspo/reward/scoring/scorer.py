@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gspo.common.config.reward import RewardConfig
+from gspo.common.config.schema import ModelConfig
 from gspo.common.config.sources import Source
 from gspo.common.reward_uses import EPISODE_PARTS, reward_uses
 from gspo.common.score_numbers import number_fault
@@ -134,6 +136,7 @@ class Scorer:
         score = Score(scorer=self._name, scored_unix_s=time.time())
         failures, kinds, versions, total = [], [], [], 0.0
         not_applied: list[str] = []
+        logged: dict[str, Any] = {}
         value: Result
         for use in rollout.rewards or self._all:
             if use.name in EPISODE_PARTS:
@@ -151,10 +154,12 @@ class Scorer:
                 failures.append(f"{use.name}: {value.reason}")
                 kinds.append(value.kind)
                 continue
+            logged |= {f"{use.name}/{name}": column for name, column in value.columns.items()}
             parts = _parts(use, value, version)
             score.parts.extend(parts)
             total += sum(part.weight * part.value for part in parts)
         score.version = ",".join(versions)
+        score.logged_json = json.dumps(logged, ensure_ascii=False) if logged else ""
         if not_applied and not failures and not score.parts:
             failures, kinds = not_applied, ["invalid_return"]
         if not failures and (fault := number_fault(total)):
@@ -209,18 +214,20 @@ async def open_scorer(
     registry: Registry | OfflineRegistry | None = None,
     usage: UsageCounter | None = None,
     on_use: OnUse | None = None,
+    model: ModelConfig | None = None,
 ) -> AsyncIterator[Scorer]:
     """A scorer with the functions and environments of the sources loaded.
 
     Args:
         sources: One with the functions of `config` alone by default; the first scores a rollout that names no function.
         on_use: Awaited before a function scores.
+        model: The policy's, for functions that name its tokenizer.
 
     Raises:
         InputError: A file cannot be read or loaded, or holds no function that can be called; or the machine supports
             less confinement than reward.sandbox_minimum.
     """
     first = sources[0] if sources else Source(functions=config.functions)
-    async with open_library(config, sources=sources, registry=registry, usage=usage) as library:
+    async with open_library(config, sources=sources, registry=registry, usage=usage, model=model) as library:
         library.on_use = on_use
         yield Scorer(library, reward_uses(first), batch_size=config.batch_size, name=name, session=session)

@@ -30,6 +30,7 @@ class TryResult(BaseModel):
     reward: float | None = None
     parts: dict[str, float] = {}
     extras: dict[str, float] = Field({}, description="Reported beside the reward and not counted")
+    columns: dict[str, Any] = Field({}, description="Values of the answer that the function logged")
     failure: FailureView | None = None
     observation: Any = Field(None, description="Of an environment's turn: text or chat messages")
     done: bool | None = Field(None, description="Of an environment's turn")
@@ -86,7 +87,7 @@ def _result_of(value: Result) -> TryResult:
         return TryResult(failure=FailureView(kind="invalid_return", text="returned None: it does not apply here"))
     if isinstance(value, Failure):
         return TryResult(failure=FailureView(kind=value.kind, text=value.reason, traceback=value.traceback))
-    return TryResult(reward=value.reward, parts=value.parts, extras=value.extras)
+    return TryResult(reward=value.reward, parts=value.parts, extras=value.extras, columns=value.columns)
 
 
 def _failed(error: CallError) -> TryResult:

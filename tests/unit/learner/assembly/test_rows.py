@@ -61,6 +61,13 @@ def test_a_failed_score_has_a_reason_and_no_number(scored) -> None:
     assert (row.reward, row.failure) == (None, "timed out after 10 s")
 
 
+def test_values_that_functions_logged_are_in_the_row(scored) -> None:
+    assert row_from_scored(scored()).logged_json == ""
+    logged = scored()
+    logged.score.logged_json = '{"exact/raw": "4<eos>"}'
+    assert row_from_scored(logged).logged_json == '{"exact/raw": "4<eos>"}'
+
+
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_is_a_failure(scored, reward: float) -> None:
     row = row_from_scored(scored(reward=reward))

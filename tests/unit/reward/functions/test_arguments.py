@@ -126,6 +126,20 @@ def test_how_an_answer_ended_is_given_where_it_is_asked_for() -> None:
     }
 
 
+def test_arguments_that_the_process_makes_are_named() -> None:
+    first, second = rollout(answer="4"), rollout("5", answer="4")
+    second.version[:], second.token_ids[:] = [2, -1, 3], []
+    source = "def reward(completions, log_metric, log_extra=None, trainer_state=None, raw_completions=None): ..."
+    question = arguments_for(signature(source), [first, second])
+    assert question["arguments"] == {"completions": ["4", "5"]}
+    supplied = {"log_metric": None, "log_extra": None, "trainer_state": 3, "raw_completions": [[7, 8], "5"]}
+    assert question["supplied"] == supplied
+    # A column or an argument of the configuration goes before.
+    asked = signature("def reward(completions, tokenizer): ...")
+    assert "supplied" not in arguments_for(asked, [rollout(tokenizer="a")])
+    assert "supplied" not in arguments_for(asked, [first], {"tokenizer": "a"})
+
+
 def test_a_conversation_is_given_as_messages() -> None:
     asked = [{"role": "user", "content": "2+2="}]
     question = arguments_for(signature("def reward(prompts, completions): ..."), [rollout(messages=asked)])

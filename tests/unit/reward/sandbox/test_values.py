@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import sympy
 
+from gspo.reward.sandbox.calls import CallError
 from gspo.reward.sandbox.inside.results import InvalidReturnError, list_values, plain_value
-from gspo.reward.sandbox.values import Failure, Value, read_value
+from gspo.reward.sandbox.inside.supplied import MAX_TEXT_CHARS, CallLog, TrainerState
+from gspo.reward.sandbox.values import Failure, Value, read_value, with_logged
 from gspo.reward.scoring.scorer import spread_over_groups
 from gspo_proto.rollout_pb2 import Rollout
 
@@ -117,6 +120,47 @@ def test_none_of_a_trl_function_is_no_value_and_of_others_a_failure() -> None:
     assert read_value(plain_value(None), "trl") is None
     for convention in ("verl", "verl_batch", "openrlhf"):
         assert read_value(None, convention) == Failure("returned None", "invalid_return")
+
+
+def test_a_log_has_means_and_a_value_of_each_answer() -> None:
+    call_log = CallLog()
+    assert call_log.as_json(2) == ""
+    for number in (1, Fraction(1, 2)):
+        call_log.log_metric("m", number)
+    call_log.log_extra("c", ["x" * (MAX_TEXT_CHARS + 5), {"a"}])
+    call_log.log_extra("n", np.array([1, math.nan]))
+    logged = call_log.as_json(2)
+    first, failed = with_logged([Value(1.0, extras={"own": 2.0}), Failure("why", "exception")], logged)
+    assert failed == Failure("why", "exception")
+    assert isinstance(first, Value)
+    assert (first.extras, first.columns["n"]) == ({"m": 0.75, "own": 2.0}, 1.0)
+    assert first.columns["c"].endswith("xxx ... (5 characters cut)")
+    assert json.loads(logged)["columns"][1] == {"c": "{'a'}", "n": "nan"}
+    with pytest.raises(InvalidReturnError, match="logged 2 values in the column 'c' for 3 completions"):
+        call_log.as_json(3)
+    with pytest.raises(InvalidReturnError, match="logged str as the metric 'm', where a number belongs"):
+        call_log.log_metric("m", "1")
+    with pytest.raises(AttributeError, match="has global_step alone, and not max_steps"):
+        _ = TrainerState(3).max_steps
+
+
+@pytest.mark.parametrize(
+    ("logged", "why"),
+    [
+        ("[]", "Expected `object`"),
+        ("{", "cannot be taken"),
+        ('{"metrics": {}, "columns": []}', "0 rows for 1 answers"),
+        ('{"metrics": {"m": 1e40}, "columns": [{}]}', "the metric 'm' is 1e[+]40, and rewards are"),
+        ('{"metrics": {"m": NaN}, "columns": [{}]}', "cannot be taken"),
+        ('{"metrics": {"a\\nb": 1}, "columns": [{}]}', "a name has 1 to 100 printable characters"),
+        ('{"metrics": {}, "columns": [[1]]}', "Expected `object`"),
+        ('{"metrics": {}, "columns": [{"a": ' + "[" * 10**5 + "]" * 10**5 + "}]}", "cannot be taken"),
+    ],
+)
+def test_a_forged_log_is_a_failure_of_the_call(logged: str, why: str) -> None:
+    with pytest.raises(CallError, match=why) as failed:
+        with_logged([Value(1.0)], logged)
+    assert failed.value.kind == "invalid_return"
 
 
 def test_extra_logs_may_be_a_number_of_all_answers() -> None:

@@ -25,6 +25,7 @@ from typing import Any
 from .frames import HEAD_BYTES, body_size, frame, read
 from .recognise import UnfitError, find_environment, find_function
 from .results import InvalidReturnError, describe_error, list_values, nameless_error, plain_value, type_name
+from .supplied import CallLog, TrainerState, load_tokenizer
 
 _CHUNK_BYTES = 2**18
 MODULE_PREFIX = "reward_file_"
@@ -140,9 +141,10 @@ class LoadedCode:
         self._function: Callable[..., Any]
         self._bind: Callable[..., inspect.BoundArguments]
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._tokenizer: Any = None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Load code, call with `arguments`, call once for each of `rows`, or call one function of an environment."""
+        """Load code or a tokenizer, call with `arguments` or once for each of `rows`, or call an environment."""
         if "source" in question:
             self.path = question["path"]
             return {"signature": self._load(question)}
@@ -151,7 +153,31 @@ class LoadedCode:
             return {"values_json": _as_json(self._wait(function(**question["arguments"])))}
         if "rows" in question:
             return {"values": self._call_rows(question["rows"])}
-        return {"values": list_values(self._wait(self._call(question["arguments"])))}
+        if "tokenizer" in question:
+            self._tokenizer = load_tokenizer(question["tokenizer"])
+            return {}
+        return self._call_batch(question["arguments"], question.get("supplied", {}))
+
+    def _call_batch(self, arguments: dict[str, Any], supplied: dict[str, Any]) -> dict[str, Any]:
+        call_log = CallLog()
+        values = list_values(self._wait(self._call(arguments | self._own_arguments(supplied, call_log))))
+        logged = call_log.as_json(len(values))
+        return {"values": values, "logged_json": logged} if logged else {"values": values}
+
+    def _own_arguments(self, supplied: dict[str, Any], call_log: CallLog) -> dict[str, Any]:
+        """The arguments that the question names; without a tokenizer its ones keep their defaults."""
+        makers: dict[str, Callable[[Any], Any]] = {
+            "log_metric": lambda _: call_log.log_metric,
+            "log_extra": lambda _: call_log.log_extra,
+            "trainer_state": TrainerState,
+        }
+        if self._tokenizer is not None:
+            decode = self._tokenizer.decode
+            makers["tokenizer"] = lambda _: self._tokenizer
+            makers["raw_completions"] = lambda answers: [
+                answer if isinstance(answer, str) else decode(answer, skip_special_tokens=False) for answer in answers
+            ]
+        return {name: makers[name](value) for name, value in supplied.items() if name in makers}
 
     def _load(self, question: dict[str, Any]) -> dict[str, Any]:
         carried = CarriedModules(Path(self.path).parent, question["texts"])
