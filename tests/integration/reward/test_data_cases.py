@@ -109,7 +109,8 @@ def test_the_tool_calls_of_a_table_are_those_that_were_written(
 ) -> None:
     def conversation(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return [{"role": "user", "content": "hi"}, asked, {"role": "tool", "content": "5"}]
 
     rows = [{"prompt": conversation("weather", {"city": "Rome"})}, {"prompt": conversation("add", {"x": 1})}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
