@@ -36,3 +36,13 @@ def test_failures_have_no_reward_and_flip_nothing() -> None:
     assert (second.old, second.new_reward) == (None, 3.0)
     assert third.new_reward is None, "the other parts of a failed rollout are not all known"
     assert not any(rollout.is_flipped for rollout in (first, second, third))
+
+
+def test_an_answer_to_which_the_new_version_does_not_apply_keeps_its_other_scores() -> None:
+    none = {"reward": None, "failure": None}
+    scored, alone, never = compared(
+        [row(0, 1.0, -0.5), row(1, 1.0), {**row(2, None, 3.0), "reward": 3.0}], [none] * 3, "exact"
+    )
+    assert (scored.old, scored.new, scored.new_reward, scored.failure) == (2.0, None, -0.5, "")
+    assert (alone.old_reward, alone.new_reward) == (2.0, None), "no function scores it"
+    assert (never.old, never.old_reward, never.new_reward) == (None, 3.0, 3.0)
