@@ -175,8 +175,8 @@ class _Loop:
             **self._flops(),
             "learning_rate": self.rate,
             "mini_batches_not_applied": 0,
-            "loss": np.mean(losses),
-            "grad_norm": np.mean(norms),
+            "loss": float(np.mean(losses)),
+            "grad_norm": float(np.mean(norms)),
             **found,
             **self._of_clip(found, seen[0][0], seen[0][1]),
             **self.correction,
@@ -398,8 +398,8 @@ def _branches(record: Record) -> list[tuple[list[int], int, int]]:
 def _body_flops(c: Any, num_tokens: int) -> float:
     """Of the layers of a Qwen3, over so many tokens."""
     heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    layer = c.hidden_size * (2 * heads + 2 * kv_heads + 3 * c.intermediate_size)
-    return sum(2 * c.num_hidden_layers * (layer + 2 * heads * seen) for seen in range(1, num_tokens + 1))
+    layer: float = c.hidden_size * (2 * heads + 2 * kv_heads + 3 * c.intermediate_size)
+    return float(sum(2 * c.num_hidden_layers * (layer + 2 * heads * seen) for seen in range(1, num_tokens + 1)))
 
 
 def _moments(name: str, values: Any) -> dict[str, float]:

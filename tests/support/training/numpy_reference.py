@@ -6,11 +6,16 @@ Slow and plain on purpose: what is tested is written with tensors, this with loo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
 
 
-def sequences(mask, branch=None):
+def sequences(mask: Array, branch: Array | None = None) -> Iterator[tuple[int, Array]]:
     """(row, Bool [T]) of the counted tokens of each sequence that has any: of a row, or with `branch` of a branch."""
     for i, counted in enumerate(mask):
         numbers = [0] if branch is None else sorted(set(branch[i]))
@@ -19,7 +24,7 @@ def sequences(mask, branch=None):
                 yield i, tokens
 
 
-def ratios(logp, old, mask, kind, branch=None):
+def ratios(logp: Array, old: Array, mask: Array, kind: str, branch: Array | None = None) -> Array:
     """[B, T]: each counted token's ratio; 1 elsewhere."""
     ratio = np.ones(logp.shape)
     for i, tokens in sequences(mask, branch):
@@ -28,15 +33,15 @@ def ratios(logp, old, mask, kind, branch=None):
     return ratio
 
 
-def token_losses(ratio, advantage, low, high, dual_clip):
+def token_losses(ratio: Array, advantage: Array, low: float, high: float, dual_clip: float | None) -> Array:
     """l_it = -min(ratio A, clip(ratio) A), for A < 0 at most -dual_clip A."""
-    loss = -np.minimum(ratio * advantage, np.clip(ratio, 1 - low, 1 + high) * advantage)
+    loss: Array = -np.minimum(ratio * advantage, np.clip(ratio, 1 - low, 1 + high) * advantage)
     if dual_clip is not None:
         loss = np.where(advantage < 0, np.minimum(loss, -dual_clip * advantage), loss)
     return loss
 
 
-def widened(side, mask, reference_length, branch=None):
+def widened(side: float, mask: Array, reference_length: float, branch: Array | None = None) -> Array:
     """[B, T]: one side of the clip of each counted token, wider for shorter sequences."""
     sides = np.full(mask.shape, side, dtype=float)
     for i, tokens in sequences(mask, branch):
@@ -45,8 +50,18 @@ def widened(side, mask, reference_length, branch=None):
 
 
 def bounded(
-    objective, ratio, logp, old, advantage, low, high, dual_clip, mask=None, reference_length=None, branch=None
-):
+    objective: str,
+    ratio: Array,
+    logp: Array,
+    old: Array,
+    advantage: Array,
+    low: float,
+    high: float,
+    dual_clip: float | None,
+    mask: Array,
+    reference_length: float | None = None,
+    branch: Array | None = None,
+) -> tuple[Array, ...]:
     """Losses, slopes, tokens below a bound, tokens above one, and those of either kind that it changes: [B, T] each.
 
     Token by token, as the papers write them. A slope is dl_it/dlogp_it if each token has its own ratio.
@@ -58,8 +73,8 @@ def bounded(
         sides = [widened(side, mask, reference_length, branch) for side in (low, high)]
     for at in np.ndindex(shape):
         if reference_length is not None:
-            low, high = min(sides[0][at], 1), sides[1][at]
-        r, A, p, q = ratio[at], advantage[at], math.exp(min(logp[at], 0)), math.exp(min(old[at], 0))
+            low, high = min(float(sides[0][at]), 1.0), float(sides[1][at])
+        r, A, p, q = ratio[at], advantage[at], math.exp(min(float(logp[at]), 0)), math.exp(min(float(old[at]), 0))
         if objective == "clip":
             below[at], above[at] = r < 1 - low, r > 1 + high
             cut_low[at], cut_high[at] = below[at] and A < 0, above[at] and A > 0
@@ -68,7 +83,7 @@ def bounded(
             is_free = is_free and not (dual_clip is not None and A < 0 and r > dual_clip)
             slope[at] = -A * r if is_free else 0.0
         elif objective == "cispo":  # MiniMax-M1, eq. 4 and 5: sg(clip(r)) A log pi
-            weight = max(1 - low, min(1 + high, r))
+            weight = max(1 - low, min(1 + high, float(r)))
             below[at], above[at] = r < 1 - low, r > 1 + high
             cut_low[at], cut_high[at] = below[at], above[at]
             loss[at], slope[at] = -weight * A * logp[at], -weight * A
@@ -81,12 +96,19 @@ def bounded(
     return loss, slope, below, above, cut_low, cut_high
 
 
-def _binary_kl(p, q):
+def _binary_kl(p: float, q: float) -> float:
     p, q = min(p, 1 - 1e-12), min(q, 1 - 1e-12)
     return q * math.log(q / p) + (1 - q) * (math.log1p(-q) - math.log1p(-p))
 
 
-def token_weights(mask, mode, max_response_length, num_sequences=None, num_tokens=None, turns=None):
+def token_weights(
+    mask: Array,
+    mode: str,
+    max_response_length: int,
+    num_sequences: int | None = None,
+    num_tokens: int | None = None,
+    turns: Sequence[int] | None = None,
+) -> Array:
     """[B, T]: what each token's loss is multiplied by in the sum that is the loss.
 
     `turns` of each conversation of a whole step; None: one each.
@@ -104,25 +126,26 @@ def token_weights(mask, mode, max_response_length, num_sequences=None, num_token
     if mode == "seq-mean-turn-mean" and turns is not None:
         tokens_a_turn = mask.sum() / sum(turns[i] for i in range(len(mask)) if length[i])
         each = 1 / num_sequences / np.asarray(turns) / tokens_a_turn
-    return each[:, None] * mask
+    weights: Array = each[:, None] * mask
+    return weights
 
 
 def loss_and_gradient(
-    logp,
-    old,
-    advantage,
-    mask,
-    kind,
-    low,
-    high,
-    dual_clip,
-    mode,
-    max_response_length,
-    objective="clip",
-    reference_length=None,
-    branch=None,
-    **counts,
-):
+    logp: Array,
+    old: Array,
+    advantage: Array,
+    mask: Array,
+    kind: str,
+    low: float,
+    high: float,
+    dual_clip: float | None,
+    mode: str,
+    max_response_length: int,
+    objective: str = "clip",
+    reference_length: float | None = None,
+    branch: Array | None = None,
+    **counts: Any,
+) -> tuple[float, Array]:
     """The loss and its gradient in logp, by the chain rule on paper.
 
     dl/dratio is -A where the bound lets it through, dratio/dlogp is the ratio: of the token itself under `token` and
@@ -142,7 +165,15 @@ def loss_and_gradient(
     return float((loss * weight)[mask].sum()), gradient
 
 
-def normalized(reward, group, norm, shift, scale, clip, seen=()):
+def normalized(
+    reward: Sequence[float] | Array,
+    group: Sequence[float] | Array,
+    norm: str | None,
+    shift: bool,
+    scale: bool,
+    clip: float | None,
+    seen: Sequence[float] = (),
+) -> Array:
     """Rewards after normalisation; `seen` are those of earlier batches, for the running kind."""
     result = np.array(reward, dtype=np.float64)
     if norm is not None:
@@ -164,7 +195,9 @@ def normalized(reward, group, norm, shift, scale, clip, seen=()):
     return result if clip is None else np.clip(result, -clip, clip)
 
 
-def advantages(reward, mask, penalty, gamma, whiten, clip):
+def advantages(
+    reward: Sequence[float] | Array, mask: Array, penalty: Array, gamma: float, whiten: bool, clip: float | None
+) -> Array:
     """[B, T]: the return from each policy token on, whitened and clipped."""
     result = np.zeros(mask.shape)
     for i in range(len(reward)):
@@ -180,19 +213,21 @@ def advantages(reward, mask, penalty, gamma, whiten, clip):
     return result if clip is None else np.clip(result, -clip, clip)
 
 
-def kl(logp, ref, kind):
+def kl(logp: Array, ref: Array, kind: str) -> Array:
     """Schulman's estimators of KL(policy || reference) at tokens of the policy."""
-    d = ref - logp
+    d: Array = ref - logp
     if kind == "k1":
         return -d
     return d**2 / 2 if kind == "k2" else np.clip(np.exp(np.minimum(d, 20.0)) - d - 1, -10, 10)
 
 
-def behavior_weight(old, behavior, mask, level):
+def behavior_weight(old: Array, behavior: Array, mask: Array, level: str) -> Array:
     """[B, T]: old over behavior, of each token, or of the mean or the sum of its sequence; 1 where there is nothing."""
     if level == "token":
-        return np.exp(np.where(mask, old - behavior, 0.0))
-    reduced = np.mean if level == "sequence" else np.sum
-    return np.exp(
-        np.array([reduced((o - b)[m]) if m.any() else 0.0 for o, b, m in zip(old, behavior, mask, strict=True)])
-    )[:, None] * np.ones(mask.shape)
+        log_weight: Array = np.where(mask, old - behavior, 0.0)
+    else:
+        reduced = np.mean if level == "sequence" else np.sum
+        rows = [reduced((o - b)[m]) if m.any() else 0.0 for o, b, m in zip(old, behavior, mask, strict=True)]
+        log_weight = np.array(rows)[:, None] * np.ones(mask.shape)
+    weights: Array = np.exp(log_weight)
+    return weights

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -24,19 +25,19 @@ GROUPS = torch.tensor([7, 2, 7, 2])  # group 7: 1 and 3, group 2: 4 and 8
 ROOT2 = math.sqrt(2)
 
 
-def test_group_norm():
+def test_group_norm() -> None:
     r_B = normalize_rewards(REWARDS, GROUPS, reward_norm="group")  # std sqrt(2) and 2 sqrt(2), means 2 and 6
     torch.testing.assert_close(r_B, torch.tensor([-1.0, -1.0, 1.0, 1.0]) / ROOT2, rtol=2e-6, atol=0)
 
 
-def test_group_shift_and_scale():
+def test_group_shift_and_scale() -> None:
     shifted_B = normalize_rewards(REWARDS, GROUPS, reward_norm="group", reward_shift=True)
     torch.testing.assert_close(shifted_B, torch.tensor([-1.0, -2.0, 1.0, 2.0]))
     scaled_B = normalize_rewards(REWARDS, GROUPS, reward_norm="group", reward_scale=True)
     torch.testing.assert_close(scaled_B, torch.tensor([1.0, 2.0, 3.0, 4.0]) / ROOT2, rtol=2e-6, atol=0)
 
 
-def test_leave_one_out_is_the_shift_by_the_group_times_its_size_over_the_others():
+def test_leave_one_out_is_the_shift_by_the_group_times_its_size_over_the_others() -> None:
     rewards_B, group_B = torch.tensor([1.0, 0.0, 0.0, 5.0, 2.0]), torch.tensor([3, 3, 3, 3, 1])
     left_out_B = normalize_rewards(rewards_B, group_B, reward_norm="leave_one_out")
     expected = [1 - 5 / 3, 0 - 6 / 3, 0 - 6 / 3, 5 - 1 / 3, 0.0]  # one reward alone has no other to compare with
@@ -45,22 +46,22 @@ def test_leave_one_out_is_the_shift_by_the_group_times_its_size_over_the_others(
     torch.testing.assert_close(left_out_B, shifted_B * torch.tensor([4 / 3, 4 / 3, 4 / 3, 4 / 3, 1.0]))
 
 
-def test_batch_norm():
+def test_batch_norm() -> None:
     r_B = normalize_rewards(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 2]), reward_norm="batch")
     torch.testing.assert_close(r_B, torch.tensor([-1.0, 0.0, 1.0]), rtol=2e-6, atol=0)
 
 
-def test_no_norm_leaves_rewards_and_clips_them():
+def test_no_norm_leaves_rewards_and_clips_them() -> None:
     assert normalize_rewards(REWARDS, GROUPS, reward_norm=None).tolist() == [1, 4, 3, 8]
     assert normalize_rewards(-REWARDS, GROUPS, reward_norm=None, reward_clip=3.5).tolist() == [-1, -3.5, -3, -3.5]
 
 
-def test_clip_comes_after_the_norm():
+def test_clip_comes_after_the_norm() -> None:
     r_B = normalize_rewards(REWARDS, GROUPS, reward_norm="group", reward_clip=0.5)
     assert r_B.tolist() == [-0.5, -0.5, 0.5, 0.5]
 
 
-def test_running_norm_takes_in_the_batch_first():
+def test_running_norm_takes_in_the_batch_first() -> None:
     moments = RunningMoments()
     groups_B = torch.tensor([0, 0])
     first_B = normalize_rewards(torch.tensor([1.0, 3.0]), groups_B, reward_norm="running", moments=moments)
@@ -71,7 +72,7 @@ def test_running_norm_takes_in_the_batch_first():
     assert moments == RunningMoments(count=4, mean=4.0, square_deviation=20.0, minimum=1.0, maximum=7.0)
 
 
-def test_running_moments_survive_json_also_when_empty():
+def test_running_moments_survive_json_also_when_empty() -> None:
     for rewards in ([], [0.25, 0.5]):
         moments = RunningMoments()
         moments.update(torch.tensor(rewards))
@@ -81,14 +82,16 @@ def test_running_moments_survive_json_also_when_empty():
 @pytest.mark.parametrize("kind", ["group", "batch", "running"])
 @pytest.mark.parametrize("rewards", [[0.1] * 7, [3.0], [0.0, 0.0]])
 @pytest.mark.parametrize("option", [{}, {"reward_shift": True}, {"reward_scale": True}])
-def test_zero_spread_and_single_values_give_exactly_zero(kind, rewards, option):
+def test_zero_spread_and_single_values_give_exactly_zero(
+    kind: str, rewards: list[float], option: dict[str, Any]
+) -> None:
     r_B = torch.tensor(rewards)
     group_B = torch.zeros(len(rewards), dtype=torch.long)
     result_B = normalize_rewards(r_B, group_B, reward_norm=kind, moments=RunningMoments(), **option)
     assert result_B.tolist() == [0.0] * len(rewards)
 
 
-def test_one_flat_group_does_not_silence_another():
+def test_one_flat_group_does_not_silence_another() -> None:
     rewards_B = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1])
     group_B = torch.tensor([5, 1, 5, 1, 5])
     r_B = normalize_rewards(rewards_B, group_B, reward_norm="group")
@@ -97,7 +100,7 @@ def test_one_flat_group_does_not_silence_another():
 
 
 @given(st.permutations(range(6)), st.permutations([10, 20, -30]))
-def test_group_ids_and_row_order_do_not_matter(order, ids):
+def test_group_ids_and_row_order_do_not_matter(order: list[int], ids: list[int]) -> None:
     rewards_B = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.3, 0.4])
     plain_B = normalize_rewards(rewards_B, torch.tensor([0, 0, 1, 1, 2, 2]), reward_norm="group")
     renamed_B = torch.tensor([ids[0], ids[0], ids[1], ids[1], ids[2], ids[2]])
@@ -105,8 +108,8 @@ def test_group_ids_and_row_order_do_not_matter(order, ids):
     torch.testing.assert_close(shuffled_B, plain_B[list(order)])
 
 
-def test_normalize_refusals():
-    both = {"reward_shift": True, "reward_scale": True}
+def test_normalize_refusals() -> None:
+    both: dict[str, Any] = {"reward_shift": True, "reward_scale": True}
     with pytest.raises(ValueError, match="reward_shift and reward_scale are both true"):
         normalize_rewards(REWARDS, GROUPS, reward_norm="group", **both)
     with pytest.raises(ValueError, match="reward_norm None"):
@@ -127,18 +130,18 @@ def test_normalize_refusals():
 
 
 @pytest.mark.parametrize("reward_norm", ["group", "batch", "running", "leave_one_out", None])
-def test_the_largest_rewards_have_finite_advantages(reward_norm: str | None):
+def test_the_largest_rewards_have_finite_advantages(reward_norm: str | None) -> None:
     rewards_B, group_B = torch.tensor([LARGEST_REWARD, -LARGEST_REWARD, 0.0]), torch.tensor([0, 0, 0])
     advantages_B = normalize_rewards(rewards_B, group_B, reward_norm=reward_norm, moments=RunningMoments())
     assert advantages_B.isfinite().all()
     assert advantages_B[0] > 0 > advantages_B[1]
 
 
-def test_services_and_mathematics_have_one_bound():
+def test_services_and_mathematics_have_one_bound() -> None:
     assert LARGEST_REWARD == LARGEST_NUMBER
 
 
-def test_the_overlong_penalty_is_linear_in_the_buffer():
+def test_the_overlong_penalty_is_linear_in_the_buffer() -> None:
     length_B = torch.tensor([1, 80, 81, 90, 100, 130])
     penalty_B = overlong_penalty(length_B, response_length=100, buffer=20, penalty=0.5)
     assert penalty_B.tolist() == pytest.approx([0, 0, 0.025, 0.25, 0.5, 0.5])
@@ -154,7 +157,7 @@ def test_the_overlong_penalty_is_linear_in_the_buffer():
         ({"penalty": -1.0}, r"penalty is -1\.0"),
     ],
 )
-def test_overlong_refusals(change, message):
+def test_overlong_refusals(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         overlong_penalty(torch.tensor([3]), **{"response_length": 100, "buffer": 10, "penalty": 1.0} | change)
 
@@ -162,12 +165,12 @@ def test_overlong_refusals(change, message):
 MASK = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
 
 
-def test_reward_reaches_every_policy_token_and_no_other():
+def test_reward_reaches_every_policy_token_and_no_other() -> None:
     A_BT = token_advantages(torch.tensor([2.0, -1.0, 5.0]), MASK)
     assert A_BT.tolist() == [[0, 2, 2, 0, 2, 0], [-1, -1, 0, 0, 0, 0], [0] * 6]
 
 
-def test_penalty_and_discount_count_policy_tokens():
+def test_penalty_and_discount_count_policy_tokens() -> None:
     penalty_BT = torch.full((3, 6), 9.0)  # what stands outside the mask must not matter
     penalty_BT[0, [1, 2, 4]] = torch.tensor([0.5, 0.25, 1.0])
     penalty_BT[1, :2] = 0.0
@@ -178,7 +181,7 @@ def test_penalty_and_discount_count_policy_tokens():
     assert undiscounted_BT[0].tolist() == [0, 0.25, 0.75, 0, 1, 0]
 
 
-def test_whitening_and_clip_by_hand():
+def test_whitening_and_clip_by_hand() -> None:
     A_BT = token_advantages(torch.tensor([1.0, 3.0]), torch.tensor([[1, 0], [1, 1]]), whiten_advantages=True)
     # 1, 3, 3: mean 7/3, unbiased variance 4/3
     low, high = (1 - 7 / 3) / math.sqrt(4 / 3), (3 - 7 / 3) / math.sqrt(4 / 3)
@@ -190,12 +193,12 @@ def test_whitening_and_clip_by_hand():
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 5])
-def test_whitening_without_spread_gives_zero(num_tokens):
+def test_whitening_without_spread_gives_zero(num_tokens: int) -> None:
     mask_BT = (torch.arange(6) < num_tokens)[None]
     assert token_advantages(torch.tensor([0.1]), mask_BT, whiten_advantages=True).tolist() == [[0.0] * 6]
 
 
-def test_token_advantage_refusals():
+def test_token_advantage_refusals() -> None:
     with pytest.raises(ValueError, match="rewards_B, mask_BT have shapes"):
         token_advantages(torch.zeros(2), MASK)
     with pytest.raises(ValueError, match="token_penalty_BT has shape"):

@@ -1,5 +1,7 @@
 """Rewards to advantages against the float64 reference, over groups, masks, penalties and every option."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -14,13 +16,15 @@ only = st.sampled_from([{}, {"reward_shift": True}, {"reward_scale": True}])
 clips = st.sampled_from([None, 0.5, 10.0])
 
 
-def groups_of(draw, num):
-    return draw(st.lists(st.sampled_from([-4, 0, 7]), min_size=num, max_size=num))
+def groups_of(data: st.DataObject, num: int) -> list[int]:
+    return data.draw(st.lists(st.sampled_from([-4, 0, 7]), min_size=num, max_size=num))
 
 
 @given(st.data(), rewards, st.sampled_from(["group", "batch", "leave_one_out", None]), only, clips)
-def test_normalised_rewards_equal_the_reference(data, reward, norm, option, clip):
-    group = groups_of(data.draw, len(reward))
+def test_normalised_rewards_equal_the_reference(
+    data: st.DataObject, reward: list[float], norm: str | None, option: dict[str, Any], clip: float | None
+) -> None:
+    group = groups_of(data, len(reward))
     option = option if norm in ("group", "batch") else {}
     found_B = normalize_rewards(
         torch.tensor(reward, dtype=torch.float64), torch.tensor(group), reward_norm=norm, reward_clip=clip, **option
@@ -32,8 +36,11 @@ def test_normalised_rewards_equal_the_reference(data, reward, norm, option, clip
 
 
 @given(st.lists(rewards, min_size=1, max_size=4), only, clips)
-def test_running_moments_equal_those_of_all_rewards_so_far(batches, option, clip):
-    moments, seen = RunningMoments(), []
+def test_running_moments_equal_those_of_all_rewards_so_far(
+    batches: list[list[float]], option: dict[str, Any], clip: float | None
+) -> None:
+    moments = RunningMoments()
+    seen: list[float] = []
     for reward in batches:
         found_B = normalize_rewards(
             torch.tensor(reward, dtype=torch.float64),
@@ -60,7 +67,9 @@ def test_running_moments_equal_those_of_all_rewards_so_far(batches, option, clip
     clip=clips,
     seed=st.integers(0, 2**32 - 1),
 )
-def test_advantages_equal_the_reference(B, T, share, gamma, penalised, whiten, clip, seed):
+def test_advantages_equal_the_reference(
+    B: int, T: int, share: float, gamma: float, penalised: bool, whiten: bool, clip: float | None, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     reward, mask = rng.choice([0.0, 1.0, 0.1], B), rng.random((B, T)) < share
     penalty = rng.normal(0, 0.1, (B, T)) * penalised

@@ -1,6 +1,7 @@
 """Behavior correction: the weight of a sequence or a token, capped or masked, and what is reported of it."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
         ("mask", (0.1, 1.1), [0, math.exp(-2), 1], [False, True, True]),
     ],
 )
-def test_a_weight_for_each_sequence(kind, bounds, weights, kept):
+def test_a_weight_for_each_sequence(
+    kind: str, bounds: tuple[float, float] | None, weights: list[Any], kept: list[Any]
+) -> None:
     weight_BT, keep_BT = behavior_weights(OLD, BEHAVIOR, MASK, behavior_correction=kind, bounds=bounds)
     assert weight_BT.shape == keep_BT.shape == OLD.shape
     for t in range(3):
@@ -42,7 +45,7 @@ def test_a_weight_for_each_sequence(kind, bounds, weights, kept):
         ),
     ],
 )
-def test_a_weight_for_each_token(kind, weights, kept):
+def test_a_weight_for_each_token(kind: str, weights: list[Any], kept: list[Any]) -> None:
     # exp(0.4) = 1.49 and exp(-3) = 0.05 are outside; what stands on padding, 9 and 5, has no weight of its own.
     weight_BT, keep_BT = behavior_weights(
         OLD, BEHAVIOR, MASK, behavior_correction=kind, behavior_level="token", bounds=(0.1, 1.4)
@@ -51,7 +54,7 @@ def test_a_weight_for_each_token(kind, weights, kept):
     assert keep_BT.tolist() == kept
 
 
-def test_the_product_of_a_long_answer_is_near_nothing_unless_it_is_bounded():
+def test_the_product_of_a_long_answer_is_near_nothing_unless_it_is_bounded() -> None:
     """A drift of -0.01 a token, which no other level sees: exp(-0.01) each, exp(-4) over 400 tokens."""
     old_BT, behavior_BT, mask_BT = torch.full((2, 400), -1.01), torch.full((2, 400), -1.0), torch.ones(2, 400)
     mask_BT[1, 10:] = 0
@@ -66,8 +69,8 @@ def test_the_product_of_a_long_answer_is_near_nothing_unless_it_is_bounded():
 
 
 @pytest.mark.parametrize("level", ["sequence", "token", "product"])
-def test_extreme_mismatch_stays_finite(level):
-    options = {"behavior_correction": "mask", "behavior_level": level, "bounds": (0.0, 5.0)}
+def test_extreme_mismatch_stays_finite(level: str) -> None:
+    options: dict[str, Any] = {"behavior_correction": "mask", "behavior_level": level, "bounds": (0.0, 5.0)}
     weight_BT, keep_BT = behavior_weights(OLD * 1e6, BEHAVIOR, MASK, **options)
     assert torch.isfinite(weight_BT).all()
     assert (weight_BT[0, 0].item(), keep_BT[0, 0].item()) == (0.0, False)
@@ -75,7 +78,7 @@ def test_extreme_mismatch_stays_finite(level):
     assert keep_BT[1:].all()
 
 
-def test_what_is_reported_is_counted_over_tokens_and_before_the_bounds():
+def test_what_is_reported_is_counted_over_tokens_and_before_the_bounds() -> None:
     reported = figures(behavior_stats(OLD, BEHAVIOR, MASK, bounds=(0.5, 2.0)))
     assert reported["behavior_weight_mean"] == pytest.approx((2 * math.exp(0.2) + 3 * math.exp(-2)) / 5)
     assert reported["behavior_weight_max"] == pytest.approx(math.exp(0.2))
@@ -95,7 +98,7 @@ def test_what_is_reported_is_counted_over_tokens_and_before_the_bounds():
         ({"behavior_correction": "none"}, "leave the bounds out"),
     ],
 )
-def test_refusals(change, message):
+def test_refusals(change: dict[str, Any], message: str) -> None:
     options = {"behavior_correction": "mask", "bounds": (0.5, 2.0)} | change
     with pytest.raises(ValueError, match=message):
         behavior_weights(OLD, BEHAVIOR, MASK, **options)

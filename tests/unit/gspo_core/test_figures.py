@@ -1,9 +1,11 @@
 """What a step reports: sums that add up, mismatch sigmas, the noise share, rewards, ages."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gspo_core.figures import (
     age_stats,
@@ -16,15 +18,15 @@ from gspo_core.figures import (
 )
 from gspo_core.stats import figures, mean_stats, merge, moment_stats
 
-PAPER = {"pg_clip_low": 3e-4, "pg_clip_high": 4e-4}
+PAPER: dict[str, Any] = {"pg_clip_low": 3e-4, "pg_clip_high": 4e-4}
 
 
-def test_moments_by_hand():
+def test_moments_by_hand() -> None:
     stats = moment_stats("x", torch.tensor([1.0, -5.0, 3.0, 99.0]), torch.tensor([1, 1, 1, 0]))
     assert figures(stats) == pytest.approx({"x_mean": -1 / 3, "x_std": math.sqrt(52 / 3), "x_max": 5.0})
 
 
-def test_parts_merge_to_the_whole():
+def test_parts_merge_to_the_whole() -> None:
     x_N, mask_N = torch.randn(10), torch.arange(10) != 4
     whole = moment_stats("x", x_N, mask_N) | mean_stats("share", x_N > 0, mask_N)
     cuts = [slice(0, 3), slice(3, 3), slice(3, 10)]
@@ -32,12 +34,12 @@ def test_parts_merge_to_the_whole():
     assert figures(merge(parts)) == pytest.approx(figures(whole))
 
 
-def test_spread_of_small_log_ratios_is_not_lost_to_rounding():
+def test_spread_of_small_log_ratios_is_not_lost_to_rounding() -> None:
     x_N = 1.0 + torch.tensor([-1e-4, 1e-4], dtype=torch.float64).repeat(500)
     assert figures(moment_stats("x", x_N, torch.ones(1000)))["x_std"] == pytest.approx(1e-4, rel=1e-3)
 
 
-def test_mismatch_sigmas_by_hand():
+def test_mismatch_sigmas_by_hand() -> None:
     learner_BT = torch.tensor([[0.1, 0.3, 7.0], [-0.2, 7.0, 7.0]])
     mask_BT = torch.tensor([[1, 1, 0], [1, 0, 0]])
     reported = figures(mismatch_stats(learner_BT, torch.zeros(2, 3), mask_BT))
@@ -46,12 +48,12 @@ def test_mismatch_sigmas_by_hand():
 
 
 @pytest.mark.parametrize(("length", "share"), [(256, 0.64), (4096, 0.07)])
-def test_normal_noise_at_sigma_0012(length, share):
+def test_normal_noise_at_sigma_0012(length: int, share: float) -> None:
     sigma_B = independent_sigma(0.012, torch.tensor([length, length]))
     assert normal_noise_share(sigma_B, **PAPER).item() == pytest.approx(share, abs=0.005)
 
 
-def test_normal_noise_is_the_mean_over_sequences_and_zero_without_noise():
+def test_normal_noise_is_the_mean_over_sequences_and_zero_without_noise() -> None:
     each = [normal_noise_share(independent_sigma(0.012, torch.tensor([n])), **PAPER).item() for n in (256, 4096, 0)]
     together = normal_noise_share(independent_sigma(0.012, torch.tensor([256, 4096, 0])), **PAPER).item()
     assert together == pytest.approx(sum(each) / 3)
@@ -61,7 +63,7 @@ def test_normal_noise_is_the_mean_over_sequences_and_zero_without_noise():
     assert normal_noise_share(torch.tensor([0.5]), pg_clip_low=1.0, pg_clip_high=1e9).item() == pytest.approx(0.0)
 
 
-def test_normal_noise_agrees_with_drawn_noise():
+def test_normal_noise_agrees_with_drawn_noise() -> None:
     torch.manual_seed(0)
     log_s = torch.randn(200_000, dtype=torch.float64) * 3e-4
     outside = ((log_s.exp() < 1 - 3e-4) | (log_s.exp() > 1 + 4e-4)).double().mean()
@@ -71,7 +73,9 @@ def test_normal_noise_agrees_with_drawn_noise():
     assert share == pytest.approx(shifted.double().mean().item(), abs=5e-3)
 
 
-def noise_of(noise_BT, num_counted=None, *, mask_BT=None, level="seq", **keys):
+def noise_of(
+    noise_BT: Tensor, num_counted: int | None = None, *, mask_BT: Tensor | None = None, level: str = "seq", **keys: Any
+) -> dict[str, Tensor]:
     """The stats of sequences of `num_counted` tokens, whose first ones have this mismatch; all of them by default."""
     mask_BT = torch.ones_like(noise_BT).bool() if mask_BT is None else mask_BT
     width = max(noise_BT.shape[1], num_counted or 0)
@@ -80,7 +84,7 @@ def noise_of(noise_BT, num_counted=None, *, mask_BT=None, level="seq", **keys):
     return noise_stats(wide[0], 0 * wide[0], wide[1], counted, importance_sampling=level, **PAPER, **keys)
 
 
-def test_noise_is_counted_where_it_is_outside_the_clip():
+def test_noise_is_counted_where_it_is_outside_the_clip() -> None:
     """Means of 0.00039, 0.00041, -0.00029 and -0.00031: the clip is 3e-4 below and 4e-4 above."""
     mean_B = torch.tensor([3.9e-4, 4.1e-4, -2.9e-4, -3.1e-4], dtype=torch.float64)
     around_BT = mean_B[:, None] + torch.tensor([-0.1, 0.1, 0.0], dtype=torch.float64)
@@ -92,11 +96,11 @@ def test_noise_is_counted_where_it_is_outside_the_clip():
         noise_clip(stats, share=1)
     assert figures(noise_of(around_BT, level="token"))["noise_share"] == 1.0 - 2 / 12  # 0.00039 and -0.00029 themselves
     assert noise_clip(noise_of(0 * around_BT)) == 0.0
-    halves = [noise_of(part) for part in around_BT.split(2)]
+    halves = [noise_of(part) for part in torch.split(around_BT, 2)]
     assert noise_clip(merge(halves)) == noise_clip(stats)
 
 
-def test_a_part_of_a_sequence_stands_for_all_of_it():
+def test_a_part_of_a_sequence_stands_for_all_of_it() -> None:
     """Four of sixteen tokens with a mean of 0.0006: that of all is half as large, and the clip of 0.0004 holds it."""
     part_BT = torch.full((3, 4), 6e-4, dtype=torch.float64)
     assert figures(noise_of(part_BT, 16))["noise_share"] == 0.0
@@ -110,7 +114,7 @@ def test_a_part_of_a_sequence_stands_for_all_of_it():
     assert 3e-4 <= noise_clip(scaled) <= 3e-4 * 1.024
 
 
-def test_few_tokens_with_nearly_all_of_the_noise():
+def test_few_tokens_with_nearly_all_of_the_noise() -> None:
     """A peaked policy: one token in 2,000 has a mismatch. Normal noise of this spread would be outside far oftener."""
     torch.manual_seed(0)
     noise_BT = torch.randn(20_000, 200, dtype=torch.float64) * (torch.rand(20_000, 200) < 0.0005) * 0.5
@@ -123,13 +127,13 @@ def test_few_tokens_with_nearly_all_of_the_noise():
     assert (moved_B.abs() > noise_clip(stats)).double().mean().item() == pytest.approx(0.01, abs=0.002)
 
 
-def test_reward_stats():
+def test_reward_stats() -> None:
     reported = figures(reward_stats(torch.tensor([0.1, 1.0, 0.1, 0.0, 0.3]), torch.tensor([4, 2, 4, 2, 7])))
     assert reported["zero_spread_groups"] == pytest.approx(2 / 3)
     assert reported["reward_mean"] == pytest.approx(0.3)
 
 
-def test_age_stats():
+def test_age_stats() -> None:
     reported = figures(age_stats(torch.tensor([[1, 3], [3, 0]]), torch.tensor([[1, 1], [1, 0]]), 4))
     assert reported["token_age_mean"] == pytest.approx(5 / 3)
     assert reported["token_age_max"] == 3

@@ -1,6 +1,8 @@
 """The names, keywords and defaults that others call gspo_core by: a change here breaks them."""
 
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -55,7 +57,7 @@ REQUIRED = inspect.Parameter.empty
         (token_logprobs, ["hidden_BTD", "weight_VD", "target_BT"], {"temperature": 1.0, "chunk_size": 1024}),
     ],
 )
-def test_signature(function, positional, keywords):
+def test_signature(function: Callable[..., Any], positional: list[str], keywords: dict[str, Any]) -> None:
     parameters = inspect.signature(function).parameters.values()
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
     assert {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} == keywords

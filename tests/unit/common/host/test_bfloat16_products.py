@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from gspo.common.host import bfloat16_products
 from gspo.common.host.bfloat16_products import use_float32_products
+from tests.support.training.gradients import backward, grad_of
 
 
 @pytest.fixture
@@ -17,7 +18,8 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert use_float32_products() and use_float32_products()
     yield
-    bfloat16_products._library._destroy()
+    assert bfloat16_products._library is not None
+    bfloat16_products._library._destroy()  # type: ignore[no-untyped-call]
     bfloat16_products._library = None
 
 
@@ -25,7 +27,7 @@ def matrix(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def test_a_processor_with_bfloat16_keeps_its_own(monkeypatch):
+def test_a_processor_with_bfloat16_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     assert not use_float32_products()
     assert bfloat16_products._library is None
@@ -33,7 +35,7 @@ def test_a_processor_with_bfloat16_keeps_its_own(monkeypatch):
 
 @pytest.mark.usefixtures("replaced")
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 64])
-def test_products_are_rounded_once(num_rows):
+def test_products_are_rounded_once(num_rows: int) -> None:
     """A sum of 512 terms with a bias: bfloat16 differs from the float32 result by its last rounding alone."""
     x_BD, weight_VD, bias_V = matrix(num_rows, 512), matrix(96, 512, seed=1), matrix(96, seed=2)
     exact = functional.linear(x_BD.double(), weight_VD.double(), bias_V.double())
@@ -45,16 +47,16 @@ def test_products_are_rounded_once(num_rows):
 
 
 @pytest.mark.usefixtures("replaced")
-def test_gradients_are_those_of_float32():
+def test_gradients_are_those_of_float32() -> None:
     x_BD, weight_VD = (matrix(*shape, seed=seed).requires_grad_() for seed, shape in enumerate([(8, 32), (16, 32)]))
     gradient_BV = matrix(8, 16, seed=2)
-    functional.linear(x_BD, weight_VD).backward(gradient_BV)
-    assert torch.equal(x_BD.grad, (gradient_BV.float() @ weight_VD.float()).bfloat16())
-    assert torch.equal(weight_VD.grad, (gradient_BV.float().T @ x_BD.float()).bfloat16())
+    backward(functional.linear(x_BD, weight_VD), gradient_BV)
+    assert torch.equal(grad_of(x_BD), (gradient_BV.float() @ weight_VD.float()).bfloat16())
+    assert torch.equal(grad_of(weight_VD), (gradient_BV.float().T @ x_BD.float()).bfloat16())
 
 
 @pytest.mark.usefixtures("replaced")
-def test_batches_scales_and_groups():
+def test_batches_scales_and_groups() -> None:
     x_BMK, y_BKM = matrix(3, 8, 16), matrix(3, 16, 8, seed=1)
     assert torch.equal(x_BMK @ y_BKM, (x_BMK.float() @ y_BKM.float()).bfloat16())
     added = torch.baddbmm(matrix(3, 8, 8, seed=2), x_BMK, y_BKM, beta=2, alpha=0.5)
@@ -65,7 +67,7 @@ def test_batches_scales_and_groups():
     assert torch.equal(grouped, torch.cat([rows[:5] @ experts[0], rows[5:] @ experts[1]]).to(torch.bfloat16))
 
 
-def test_float32_keeps_its_bits(request):
+def test_float32_keeps_its_bits(request: pytest.FixtureRequest) -> None:
     x_BD, weight_VD, bias_V = matrix(8, 64).float(), matrix(32, 64).float(), matrix(32).float()
     before = functional.linear(x_BD, weight_VD, bias_V)
     request.getfixturevalue("replaced")

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from gspo_core.kl import kl_divergence
+from tests.support.training.gradients import backward, grad_of
 
 
-def test_literals():
+def test_literals() -> None:
     logp_BT = torch.tensor([[-1.0, -2.0]])
     ref_logp_BT = torch.tensor([[-1.5, -1.0]])  # d = ref - logp = -0.5, 1
     torch.testing.assert_close(kl_divergence(logp_BT, ref_logp_BT, "k1"), torch.tensor([[0.5, -1.0]]))
@@ -17,7 +18,7 @@ def test_literals():
     torch.testing.assert_close(kl_divergence(logp_BT, ref_logp_BT), k3_BT)
 
 
-def test_k1_and_k3_agree_in_the_mean_over_the_policy():
+def test_k1_and_k3_agree_in_the_mean_over_the_policy() -> None:
     p, q = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0.6, 0.3, 0.1])
     exact = 0.2 * math.log(1 / 3) + 0.5 * math.log(5)
     for kind in ("k1", "k3"):
@@ -26,27 +27,27 @@ def test_k1_and_k3_agree_in_the_mean_over_the_policy():
 
 
 @pytest.mark.parametrize("d", [-1e6, -100.0, 3.0, 100.0, 1e6])
-def test_k3_is_clamped_and_has_no_gradient_beyond(d):
+def test_k3_is_clamped_and_has_no_gradient_beyond(d: float) -> None:
     logp_BT = torch.zeros(1, 1, requires_grad=True)
     k3_BT = kl_divergence(logp_BT, torch.tensor([[d]]))
-    k3_BT.sum().backward()
+    backward(k3_BT.sum())
     assert k3_BT.item() == 10.0
-    assert logp_BT.grad.item() == 0.0
+    assert grad_of(logp_BT).item() == 0.0
 
 
-def test_gradient_of_k3_pulls_towards_the_reference():
+def test_gradient_of_k3_pulls_towards_the_reference() -> None:
     logp_BT = torch.tensor([[-1.0]], requires_grad=True)
-    kl_divergence(logp_BT, torch.tensor([[-2.0]])).sum().backward()
-    assert logp_BT.grad.item() == pytest.approx(1 - math.exp(-1))  # descent lowers logp, towards -2
+    backward(kl_divergence(logp_BT, torch.tensor([[-2.0]])).sum())
+    assert grad_of(logp_BT).item() == pytest.approx(1 - math.exp(-1))  # descent lowers logp, towards -2
 
 
-def test_bf16_is_computed_in_float32():
+def test_bf16_is_computed_in_float32() -> None:
     k3_BT = kl_divergence(torch.tensor([[-1.0]], dtype=torch.bfloat16), torch.tensor([[-1.0078125]]))
     assert k3_BT.dtype == torch.float32
     assert k3_BT.item() == pytest.approx(math.exp(-0.0078125) + 0.0078125 - 1, rel=1e-2)
 
 
-def test_refusals():
+def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"ref_logp_BT has shape \(1, 3\)"):
         kl_divergence(torch.zeros(1, 2), torch.zeros(1, 3))
     with pytest.raises(ValueError, match="kind is 'k4'"):

@@ -1,25 +1,31 @@
 """The objective against the float64 reference: values, gradients, cuts, bf16, over shapes, masks and extremes."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gspo_core.correction import BEHAVIOR_LEVELS, behavior_weights
 from gspo_core.kl import kl_divergence
-from gspo_core.loss import IMPORTANCE_SAMPLINGS, LOSS_AGG_MODES, policy_loss
+from gspo_core.loss import IMPORTANCE_SAMPLINGS, LOSS_AGG_MODES, PolicyLoss, policy_loss
 from gspo_core.stats import figures, merge
 from gspo_core.token_losses import OBJECTIVES
 from tests.support.training import numpy_reference as reference
+from tests.support.training.gradients import backward, grad_of
+from tests.support.training.numpy_reference import Array
 
 T_MAX = 16
+Batch = Sequence[Array]
 
 
 @st.composite
-def batches(draw, largest_delta):
+def batches(draw: st.DrawFn, largest_delta: float) -> Batch:
     """logp, old, advantage, mask, branch [B, T]: no row, no token, single tokens and whole rows among them.
 
     Rows have one branch, or several of one to three tokens.
@@ -36,7 +42,7 @@ def batches(draw, largest_delta):
     return logp, old, advantage, mask, branch
 
 
-def fitting(option):
+def fitting(option: dict[str, Any]) -> dict[str, Any]:
     """The option as its objective takes it: dppo has ratios of tokens, and only clip a dual clip."""
     kind = "token" if option["objective"].startswith("dppo") else option["kind"]
     clips = option["objective"] == "clip"
@@ -59,16 +65,21 @@ options = st.fixed_dictionaries(
 ).map(fitting)
 
 
-def branch_of(batch, option):
+def branch_of(batch: Batch, option: dict[str, Any]) -> Array | None:
     return batch[4] if option["by_branch"] else None
 
 
-def expected(batch, option, **counts):
+def expected(batch: Batch, option: dict[str, Any], **counts: Any) -> tuple[float, Array]:
     clip, dual_clip = option["clip"], option["dual_clip"]
+    logp, old, advantage, mask = batch[:4]
     return reference.loss_and_gradient(
-        *batch[:4],
+        logp,
+        old,
+        advantage,
+        mask,
         option["kind"],
-        *clip,
+        clip[0],
+        clip[1],
         dual_clip,
         option["mode"],
         T_MAX,
@@ -79,7 +90,7 @@ def expected(batch, option, **counts):
     )
 
 
-def bounded(batch, option, ratio):
+def bounded(batch: Batch, option: dict[str, Any], ratio: Array) -> tuple[Array, ...]:
     logp, old, advantage, mask, _ = batch
     return reference.bounded(
         option["objective"],
@@ -87,7 +98,8 @@ def bounded(batch, option, ratio):
         logp,
         old,
         advantage,
-        *option["clip"],
+        option["clip"][0],
+        option["clip"][1],
         option["dual_clip"],
         mask,
         option["reference_length"],
@@ -95,7 +107,7 @@ def bounded(batch, option, ratio):
     )
 
 
-def size(batch, option):
+def size(batch: Batch, option: dict[str, Any]) -> float:
     """Sum of what is added up, without signs: rounding is relative to it where terms cancel. At least 1."""
     logp, old, _, mask, _ = batch
     ratio = reference.ratios(logp, old, mask, option["kind"], branch_of(batch, option))
@@ -103,7 +115,9 @@ def size(batch, option):
     return max(1.0, float(np.abs(terms * reference.token_weights(mask, option["mode"], T_MAX)).sum()))
 
 
-def run(batch, option, dtype=torch.float64, **counts):
+def run(
+    batch: Batch, option: dict[str, Any], dtype: torch.dtype = torch.float64, **counts: Any
+) -> tuple[PolicyLoss, Tensor]:
     logp_BT, old_BT, A_BT = (torch.tensor(x, dtype=dtype) for x in batch[:3])
     result = policy_loss(
         logp_BT.requires_grad_(),
@@ -121,12 +135,12 @@ def run(batch, option, dtype=torch.float64, **counts):
         branch_BT=torch.tensor(batch[4]) if option["by_branch"] else None,
         **counts,
     )
-    result.loss.backward()
-    return result, logp_BT.grad
+    backward(result.loss)
+    return result, grad_of(logp_BT)
 
 
 @given(batches(largest_delta=3.0), options)
-def test_value_and_gradient_equal_the_reference(batch, option):
+def test_value_and_gradient_equal_the_reference(batch: Batch, option: dict[str, Any]) -> None:
     result, grad_BT = run(batch, option)
     loss, gradient = expected(batch, option)
     allowed = 1e-12 * size(batch, option)
@@ -135,7 +149,7 @@ def test_value_and_gradient_equal_the_reference(batch, option):
 
 
 @given(batches(largest_delta=1.0), options)
-def test_bf16_inputs_lose_nothing_but_their_own_rounding(batch, option):
+def test_bf16_inputs_lose_nothing_but_their_own_rounding(batch: Batch, option: dict[str, Any]) -> None:
     *numbers, mask, branch = batch
     rounded = [torch.tensor(x, dtype=torch.bfloat16).double().numpy() for x in numbers]
     rounded += [mask, branch]
@@ -147,16 +161,16 @@ def test_bf16_inputs_lose_nothing_but_their_own_rounding(batch, option):
 
 
 @given(batches(largest_delta=1.0), options, st.integers(0, 2**32 - 1))
-def test_any_cut_into_micro_batches_adds_up_to_the_whole(batch, option, seed):
+def test_any_cut_into_micro_batches_adds_up_to_the_whole(batch: Batch, option: dict[str, Any], seed: int) -> None:
     """Rows in any order, any number a micro-batch, trimmed to its longest row; N and M are the step's."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(batch[0]))
     cuts = np.split(order, np.sort(rng.integers(0, len(order) + 1, 2)))
-    counts = {"num_sequences": int(batch[3].any(1).sum()), "num_tokens": int(batch[3].sum())}
+    counts: dict[str, Any] = {"num_sequences": int(batch[3].any(1).sum()), "num_tokens": int(batch[3].sum())}
     whole, whole_BT = run(batch, option)
     loss, parts, grad_BT = 0.0, [], torch.zeros_like(whole_BT)
     for rows in cuts:
-        used = batch[3][rows].any(0).nonzero()[0]
+        used = np.flatnonzero(batch[3][rows].any(0))
         width = used[-1] + 1 if len(used) else 0
         part, grad_RT = run(tuple(x[rows, :width] for x in batch), option, **counts)
         loss += part.loss.item()
@@ -169,7 +183,7 @@ def test_any_cut_into_micro_batches_adds_up_to_the_whole(batch, option, seed):
 
 
 @given(batches(largest_delta=1e4), options, st.sampled_from([torch.float32, torch.bfloat16]))
-def test_extreme_ratios_stay_finite(batch, option, dtype):
+def test_extreme_ratios_stay_finite(batch: Batch, option: dict[str, Any], dtype: torch.dtype) -> None:
     result, grad_BT = run(batch, option, dtype)
     assert math.isfinite(result.loss.item())
     assert bool(torch.isfinite(grad_BT).all())
@@ -178,7 +192,7 @@ def test_extreme_ratios_stay_finite(batch, option, dtype):
 
 
 @given(batches(largest_delta=3.0), options)
-def test_the_clipped_shares_are_those_of_the_reference(batch, option):
+def test_the_clipped_shares_are_those_of_the_reference(batch: Batch, option: dict[str, Any]) -> None:
     logp, old, _, mask, _ = batch
     branch = branch_of(batch, option)
     reported = figures(run(batch, option)[0].stats)
@@ -186,7 +200,7 @@ def test_the_clipped_shares_are_those_of_the_reference(batch, option):
     lost = {side: mask & tokens for side, tokens in zip(("low", "high"), cut, strict=True)}
     sequences, num_tokens = list(reference.sequences(mask, branch)), max(1, mask.sum())
 
-    def share(chosen):
+    def share(chosen: Array) -> Any:
         return pytest.approx(sum(chosen[i, tokens].any() for i, tokens in sequences) / max(1, len(sequences)))
 
     for side, tokens in lost.items():
@@ -198,7 +212,7 @@ def test_the_clipped_shares_are_those_of_the_reference(batch, option):
 
 
 @given(batches(largest_delta=30.0), st.sampled_from(["k1", "k2", "k3"]))
-def test_kl_equals_the_reference(batch, kind):
+def test_kl_equals_the_reference(batch: Batch, kind: str) -> None:
     logp, ref, *_ = batch
     found_BT = kl_divergence(torch.tensor(logp), torch.tensor(ref), kind)
     np.testing.assert_allclose(found_BT.numpy(), reference.kl(logp, ref, kind), rtol=1e-10, atol=1e-12)
@@ -207,7 +221,7 @@ def test_kl_equals_the_reference(batch, kind):
 # Few examples have a weight beyond the bounds: of 30, a third of the runs has none.
 @settings(max_examples=300)
 @given(batches(largest_delta=4.0), st.sampled_from(BEHAVIOR_LEVELS))
-def test_behavior_weights_equal_the_reference(batch, level):
+def test_behavior_weights_equal_the_reference(batch: Batch, level: str) -> None:
     old, behavior, _, mask, _ = batch
     compared = tuple(torch.tensor(x) for x in (old, behavior, mask))
     expected_w = reference.behavior_weight(old, behavior, mask, level)

@@ -5,11 +5,14 @@ it our log-probs. verl cannot be installed beside our engines, so its GSPO loss 
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gspo_core.advantage import normalize_rewards
 from gspo_core.kl import kl_divergence
@@ -21,14 +24,16 @@ CLIPS = [(3e-4, 4e-4), (0.2, 0.27)]
 
 
 @pytest.fixture(scope="module")
-def trl_loss():
+def trl_loss() -> Callable[..., Any]:
     """TRL's loss as a function of its trainer's settings and its inputs."""
     with pytest.MonkeyPatch.context() as patch:
         # With vLLM in sight TRL imports it, which takes longer than everything else here.
         patch.setattr(import_module("trl.import_utils"), "is_vllm_available", lambda *args, **kwargs: False)
         GRPOTrainer = import_module("trl.trainer.grpo_trainer").GRPOTrainer
 
-    def loss(logp_BT, inputs, entropy_BT=None, **settings):
+    def loss(
+        logp_BT: Tensor, inputs: dict[str, Tensor], entropy_BT: Tensor | None = None, **settings: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
         entropy_BT = torch.zeros_like(logp_BT) if entropy_BT is None else entropy_BT
         trainer = SimpleNamespace(
             _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logp_BT, entropy_BT, None),
@@ -58,7 +63,7 @@ def trl_loss():
     return loss
 
 
-def case(spread):
+def case(spread: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Seven answers of unlike length, one advantage each, log-probs that moved by `spread` a token."""
     torch.manual_seed(0)
     mask_BT = (torch.arange(9) < torch.tensor([9, 1, 4, 7, 2, 9, 5])[:, None]).float()
@@ -67,7 +72,7 @@ def case(spread):
     return logp_BT, old_BT, torch.randn(7, dtype=torch.float64), mask_BT
 
 
-def gradient(loss, logp_BT):
+def gradient(loss: Tensor, logp_BT: Tensor) -> Tensor:
     return torch.autograd.grad(loss, logp_BT)[0]
 
 
@@ -83,7 +88,15 @@ def gradient(loss, logp_BT):
         ("luspo", "seq-mean-token-sum"),
     ],
 )
-def test_trl(trl_loss, loss_type, mode, level, kind, spread, clip):
+def test_trl(
+    trl_loss: Callable[..., Any],
+    loss_type: str,
+    mode: str,
+    level: str,
+    kind: str,
+    spread: float,
+    clip: tuple[float, float],
+) -> None:
     logp_BT, old_BT, A_B, mask_BT = case(spread)
     inputs = {"advantages": A_B, "completion_mask": mask_BT, "old_per_token_logps": old_BT}
     settings = {"loss_type": loss_type, "importance_sampling_level": level}
@@ -108,7 +121,7 @@ def test_trl(trl_loss, loss_type, mode, level, kind, spread, clip):
 
 @pytest.mark.parametrize("spread", [1e-3, 0.9])
 @pytest.mark.parametrize(("level", "kind"), [("token", "token"), ("sequence", "seq"), ("sequence", "seq_token")])
-def test_trl_s_cispo(trl_loss, level, kind, spread):
+def test_trl_s_cispo(trl_loss: Callable[..., Any], level: str, kind: str, spread: float) -> None:
     """TRL's epsilon_high is the largest weight itself; it has no lower bound, and divides by the step's tokens."""
     logp_BT, old_BT, A_B, mask_BT = case(spread)
     inputs = {"advantages": A_B[:, None], "completion_mask": mask_BT, "old_per_token_logps": old_BT}
@@ -130,7 +143,7 @@ def test_trl_s_cispo(trl_loss, level, kind, spread):
     assert (figures(stats)["clipped_high_tokens"] > 0) == (spread > 0.5)
 
 
-def test_trl_with_kl_and_dual_clip(trl_loss):
+def test_trl_with_kl_and_dual_clip(trl_loss: Callable[..., Any]) -> None:
     logp_BT, old_BT, A_B, mask_BT = case(0.7)
     ref_BT = old_BT + torch.randn(7, 9, dtype=torch.float64) * 0.3
     inputs = {"advantages": A_B, "completion_mask": mask_BT, "old_per_token_logps": old_BT}
@@ -145,7 +158,7 @@ def test_trl_with_kl_and_dual_clip(trl_loss):
     torch.testing.assert_close(gradient(ours, logp_BT), gradient(theirs, logp_BT), rtol=1e-10, atol=1e-14)
 
 
-def test_trl_s_advantages_have_another_epsilon_and_no_other_difference():
+def test_trl_s_advantages_have_another_epsilon_and_no_other_difference() -> None:
     """(r - mean) / (std + 1e-4), std unbiased, in TRL; 1e-6 here."""
     rewards_B = torch.tensor([0.0, 1.0, 1.0, 0.25], dtype=torch.float64)
     theirs_B = (rewards_B - rewards_B.mean()) / (rewards_B.std() + 1e-4)
@@ -153,7 +166,7 @@ def test_trl_s_advantages_have_another_epsilon_and_no_other_difference():
     torch.testing.assert_close(ours_B, theirs_B, rtol=5e-4, atol=0)
 
 
-def test_trl_s_entropy_bonus_is_a_mean_over_tokens(trl_loss):
+def test_trl_s_entropy_bonus_is_a_mean_over_tokens(trl_loss: Callable[..., Any]) -> None:
     logp_BT, old_BT, A_B, mask_BT = case(0.1)
     entropy_BT = torch.rand(7, 9, dtype=torch.float64).requires_grad_()
     inputs = {"advantages": A_B, "completion_mask": mask_BT, "old_per_token_logps": old_BT}
@@ -165,7 +178,7 @@ def test_trl_s_entropy_bonus_is_a_mean_over_tokens(trl_loss):
 
 
 @pytest.mark.parametrize("failed", [None, 1])
-def test_trl_s_rloo_advantage(failed):
+def test_trl_s_rloo_advantage(failed: int | None) -> None:
     """The mean of the others that have a score, as trl 1.16's RLOOTrainer: (sum - r) / (count - 1), NaN left out."""
     rewards_B = torch.tensor([0.0, 1.0, 1.0, 0.25], dtype=torch.float64)
     theirs_B, kept_B = rewards_B.clone(), torch.arange(4) != (-1 if failed is None else failed)
@@ -175,7 +188,7 @@ def test_trl_s_rloo_advantage(failed):
     torch.testing.assert_close(ours_B, theirs_B[kept_B], rtol=1e-12, atol=1e-14)
 
 
-def verl_gspo_loss(old_BT, logp_BT, A_BT, mask_BT, low, high):
+def verl_gspo_loss(old_BT: Tensor, logp_BT: Tensor, A_BT: Tensor, mask_BT: Tensor, low: float, high: float) -> Tensor:
     """verl's: the GSPO-token form, its log-ratio at most 10, aggregated as seq-mean-token-mean."""
     length_B = mask_BT.sum(-1).clamp(min=1)
     log_s_B1 = (((logp_BT - old_BT) * mask_BT).sum(-1) / length_B).detach()[:, None]
@@ -187,7 +200,7 @@ def verl_gspo_loss(old_BT, logp_BT, A_BT, mask_BT, low, high):
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("spread", [1e-3, 0.5])
 @pytest.mark.parametrize("kind", ["seq", "seq_token"])
-def test_verl(kind, spread, clip):
+def test_verl(kind: str, spread: float, clip: tuple[float, float]) -> None:
     logp_BT, old_BT, A_B, mask_BT = case(spread)
     mask_BT[3] = 0  # verl leaves empty sequences out of its mean, as we do
     A_BT = A_B[:, None].expand_as(old_BT)
@@ -199,17 +212,19 @@ def test_verl(kind, spread, clip):
     torch.testing.assert_close(gradient(ours, logp_BT), gradient(theirs, logp_BT), rtol=1e-10, atol=1e-14)
 
 
-def test_verl_with_an_advantage_for_each_token():
+def test_verl_with_an_advantage_for_each_token() -> None:
     logp_BT, old_BT, _, mask_BT = case(0.5)
     A_BT = torch.randn(7, 9, dtype=torch.float64)
     theirs = verl_gspo_loss(old_BT, logp_BT, A_BT, mask_BT, 0.2, 0.27)
-    options = {"importance_sampling": "seq_token", "pg_clip_low": 0.2, "pg_clip_high": 0.27}
+    options: dict[str, Any] = {"importance_sampling": "seq_token", "pg_clip_low": 0.2, "pg_clip_high": 0.27}
     ours, _ = policy_loss(logp_BT, old_BT, A_BT, mask_BT, **options)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient(ours, logp_BT), gradient(theirs, logp_BT), rtol=1e-10, atol=1e-14)
 
 
-def verl_bounded_loss(kind, old_BT, logp_BT, A_BT, mask_BT, low, high):
+def verl_bounded_loss(
+    kind: str, old_BT: Tensor, logp_BT: Tensor, A_BT: Tensor, mask_BT: Tensor, low: float, high: float
+) -> Tensor:
     """verl's cispo, dppo_tv and dppo_kl, with a mean over tokens: -sg[w] A logp, w bounded, or 0 by divergence."""
     ratio_BT, p_BT, q_BT = (logp_BT - old_BT).exp().detach(), logp_BT.exp().detach(), old_BT.exp()
     if kind == "cispo":
@@ -225,7 +240,7 @@ def verl_bounded_loss(kind, old_BT, logp_BT, A_BT, mask_BT, low, high):
 @pytest.mark.parametrize(
     ("kind", "bounds"), [("cispo", (0.2, 0.3)), ("dppo_tv", (0.05, 0.1)), ("dppo_kl", (0.02, 0.05))]
 )
-def test_verl_s_bounds_by_weight_and_divergence(kind, bounds):
+def test_verl_s_bounds_by_weight_and_divergence(kind: str, bounds: tuple[float, float]) -> None:
     """Gradients: verl writes DPPO's loss with -sg[ratio] logp in place of -ratio, another value of the same slope."""
     logp_BT, old_BT, _, mask_BT = case(0.5)
     logp_BT = logp_BT.detach().clamp(max=-1e-3).requires_grad_()
@@ -249,7 +264,7 @@ def test_verl_s_bounds_by_weight_and_divergence(kind, bounds):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_trl_s_distillation_in_the_mean_over_sampled_tokens(temperature):
+def test_trl_s_distillation_in_the_mean_over_sampled_tokens(temperature: float) -> None:
     """GKD's reverse KL of whole distributions. Weighted by the policy, k1 has its value, and k2 and an advantage of
     -k1 have its gradient."""
     with pytest.MonkeyPatch.context() as patch:

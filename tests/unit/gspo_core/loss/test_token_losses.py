@@ -1,6 +1,7 @@
 """CISPO and DPPO by hand: which tokens keep their gradient, with which weight, and refusals."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,17 +9,20 @@ import torch
 from gspo_core.loss import LOSS_AGG_MODES, policy_loss
 from gspo_core.stats import figures
 from gspo_core.token_losses import binary_divergence
+from tests.support.training.gradients import backward, grad_of
 
 
-def gradient_of(p, q, A, objective, low=0.2, high=0.3, **options):
+def gradient_of(
+    p: float, q: float, A: float, objective: str, low: float = 0.2, high: float = 0.3, **options: Any
+) -> tuple[float, tuple[float, float]]:
     """Gradient in log p of a single token's loss, and the shares cut below and above."""
     logp_BT = torch.tensor([[math.log(p)]], dtype=torch.float64, requires_grad=True)
     old_BT, A_BT = torch.tensor([[math.log(q)]], dtype=torch.float64), torch.tensor([[A]])
     options = {"importance_sampling": "token", "pg_clip_low": low, "pg_clip_high": high, **options}
     loss, stats = policy_loss(logp_BT, old_BT, A_BT, torch.ones(1, 1), objective=objective, **options)
-    loss.backward()
+    backward(loss)
     seen = figures(stats)
-    return logp_BT.grad.item(), (seen["clipped_low_tokens"], seen["clipped_high_tokens"])
+    return grad_of(logp_BT).item(), (seen["clipped_low_tokens"], seen["clipped_high_tokens"])
 
 
 @pytest.mark.parametrize(
@@ -31,11 +35,15 @@ def gradient_of(p, q, A, objective, low=0.2, high=0.3, **options):
         (0.25, 0.5, 1.0, 0.8, (1, 0)),
     ],
 )
-def test_cispo_bounds_the_weight_of_a_token_and_never_takes_it_out(p, q, A, weight, bounded):
-    assert gradient_of(p, q, A, "cispo") == (pytest.approx(-weight * A), bounded)
+def test_cispo_bounds_the_weight_of_a_token_and_never_takes_it_out(
+    p: float, q: float, A: float, weight: float, bounded: tuple[int, int]
+) -> None:
+    slope, cut = gradient_of(p, q, A, "cispo")
+    assert slope == pytest.approx(-weight * A)
+    assert cut == bounded
 
 
-def test_cispo_has_the_gradient_of_gspo_where_no_weight_is_bounded():
+def test_cispo_has_the_gradient_of_gspo_where_no_weight_is_bounded() -> None:
     """With one advantage a sequence, and whether the ratio is seq or seq_token."""
     torch.manual_seed(0)
     old_BT, A_B1 = -torch.rand(4, 6, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)
@@ -45,11 +53,13 @@ def test_cispo_has_the_gradient_of_gspo_where_no_weight_is_bounded():
         gradients = []
         for objective, kind in (("clip", "seq"), ("cispo", "seq"), ("cispo", "seq_token")):
             logp_BT = moved_BT.clone().requires_grad_()
-            options = {"objective": objective, "importance_sampling": kind, "pg_clip_low": 0.9, "pg_clip_high": 9.0}
-            policy_loss(
+            options: dict[str, Any] = {"objective": objective, "importance_sampling": kind}
+            options |= {"pg_clip_low": 0.9, "pg_clip_high": 9.0}
+            loss, _ = policy_loss(
                 logp_BT, old_BT, A_B1.expand(4, 6), mask_BT, loss_agg_mode=mode, max_response_length=9, **options
-            ).loss.backward()
-            gradients.append(logp_BT.grad)
+            )
+            backward(loss)
+            gradients.append(grad_of(logp_BT))
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-15)
         torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-12, atol=1e-15)
 
@@ -64,14 +74,16 @@ def test_cispo_has_the_gradient_of_gspo_where_no_weight_is_bounded():
         (0.9, 0.5, -1.0, False),
     ],
 )
-def test_dppo_cuts_by_the_probability_moved_away_and_not_by_the_ratio(p, q, A, is_cut):
+def test_dppo_cuts_by_the_probability_moved_away_and_not_by_the_ratio(
+    p: float, q: float, A: float, is_cut: bool
+) -> None:
     slope, cut = gradient_of(p, q, A, "dppo_tv", low=0.2, high=0.3)
     assert slope == (0.0 if is_cut else pytest.approx(-A * p / q))
     assert sum(cut) == is_cut
 
 
 @pytest.mark.parametrize(("p", "q"), [(0.5, 0.25), (0.25, 0.5), (1e-3, 1e-5), (1.0, 0.5), (0.5, 1.0), (1.0, 1.0)])
-def test_the_divergences_are_those_of_a_coin(p, q):
+def test_the_divergences_are_those_of_a_coin(p: float, q: float) -> None:
     logp_BT, old_BT = torch.tensor([[math.log(p)]]), torch.tensor([[math.log(q)]])
     assert binary_divergence(logp_BT, old_BT, "dppo_tv").item() == pytest.approx(abs(p - q), rel=1e-5, abs=1e-7)
     rest = 0.0 if q == 1 else (1 - q) * math.log((1 - q) / max(1 - p, 1e-12))
@@ -80,15 +92,15 @@ def test_the_divergences_are_those_of_a_coin(p, q):
 
 
 @pytest.mark.parametrize("objective", ["cispo", "dppo_tv", "dppo_kl"])
-def test_what_stands_on_padding_reaches_neither_loss_nor_gradient(objective):
+def test_what_stands_on_padding_reaches_neither_loss_nor_gradient(objective: str) -> None:
     logp_BT = torch.tensor([[-0.5, math.nan], [-0.3, -math.inf]], requires_grad=True)
     old_BT, mask_BT = torch.tensor([[-0.4, math.nan], [-0.6, 1.0]]), torch.tensor([[1, 0], [1, 0]])
     A_BT = torch.tensor([[1.0, math.nan], [-1.0, math.inf]])
     loss, stats = policy_loss(logp_BT, old_BT, A_BT, mask_BT, objective=objective, importance_sampling="token")
-    loss.backward()
+    backward(loss)
     assert math.isfinite(loss.item())
-    assert bool(torch.isfinite(logp_BT.grad).all())
-    assert not logp_BT.grad[:, 1].any()
+    assert bool(torch.isfinite(grad_of(logp_BT)).all())
+    assert not grad_of(logp_BT)[:, 1].any()
     assert all(math.isfinite(value) for value in figures(stats).values())
 
 
@@ -100,6 +112,6 @@ def test_what_stands_on_padding_reaches_neither_loss_nor_gradient(objective):
         ({"objective": "dppo_tv", "importance_sampling": "seq"}, "objective is 'dppo_tv', which bounds tokens"),
     ],
 )
-def test_refusals(options, message):
+def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gradient_of(0.5, 0.5, 1.0, **options)
