@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SPREAD = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 
-def make_config(folder: Path, *, algorithm: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+def make_config(folder: Path, *, algorithm: dict[str, Any] | None = None, **sections: Any) -> Config:
     """A configuration of the learner; sections are laid over small defaults."""
     learner = sections.pop("learner", {})
     if learner.get("zero_stage") == 3:

@@ -270,7 +270,7 @@ def test_a_shared_gpu_is_left_to_generators_that_start_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(folder, generation={"engine": {"gpu_memory_utilization": 0.5}})
-    limits: list[tuple[float, int]] = []
+    limits: list[tuple[Any, int]] = []
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *arguments: limits.append(arguments))
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 2, gib=80)
     policy_engine._limit_gpu_memory(config, 1)

@@ -38,6 +38,7 @@ from gspo.runlog.step_files import token_file
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config, make_rows
+from tests.unit.learner.conftest import MakeScored
 
 MOMENTS = {"count": 0, "mean": 0.0, "square_deviation": 0.0, "minimum": 0.0, "maximum": 0.0}
 
@@ -95,35 +96,41 @@ def recovered(config: Config, run: RunDir, start: StartTrainer = RecordingTraine
     return recover(config, config.run_dir.parent / "model", run, Activity("learner"), start)
 
 
+def recording(state: RecoveredState) -> RecordingTrainer:
+    """The trainer of `recovered`, as what it is."""
+    assert isinstance(state.trainer, RecordingTrainer)
+    return state.trainer
+
+
 def flip_a_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
-def test_the_weights_it_hands_on_are_those_on_record(config: Config, scored) -> None:
+def test_the_weights_it_hands_on_are_those_on_record(config: Config, scored: MakeScored) -> None:
     with RunDir(config.run_dir) as run:
         new = recovered(config, run)
         assert {number: version.digest for number, version in run.versions.items()} == {0: new.weights.digest}
         train_run(config, run, scored, steps=2, checkpoints=(2,))
         resumed = recovered(config, run)
-        assert (resumed.weights.version, list(resumed.trainer.not_applied)) == (2, []), "a step was replayed"
+        assert (resumed.weights.version, list(recording(resumed).not_applied)) == (2, []), "a step was replayed"
         assert resumed.weights.digest == run.versions[2].digest == weights_from(2, resumed.trainer.policy()).digest
 
 
-def test_a_replay_skips_the_updates_that_the_log_records_as_not_applied(config: Config, scored) -> None:
+def test_a_replay_skips_the_updates_that_the_log_records_as_not_applied(config: Config, scored: MakeScored) -> None:
     with RunDir(config.run_dir) as run:
         for step in (1, 2):
             run.write_step(step, [replace(row_from_scored(scored(step)), step=step)])
         run.append_not_applied(2, [{"update": 3, "mini_batch": 1, "reason": "the loss is nan"}])
         state = recovered(config, run)
         assert list(run.versions) == [1, 2]
-    assert (state.weights.version, state.trainer.not_applied) == (2, {1: [], 2: [3]})
+    assert (state.weights.version, recording(state).not_applied) == (2, {1: [], 2: [3]})
     assert state.notices == ()
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "caller.json", "manifest.json"])
-def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, scored, name: str) -> None:
+def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, scored: MakeScored, name: str) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=5, checkpoints=(2, 4))
         recorded = dict(run.versions)
@@ -134,7 +141,7 @@ def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, sco
         assert run.checkpoints.steps() == [2]
         # Its name is free: training makes the checkpoint of that step anew.
         run.checkpoints.begin(4)
-    assert (state.weights.version, list(state.trainer.not_applied)) == (5, [3, 4, 5])
+    assert (state.weights.version, list(recording(state).not_applied)) == (5, [3, 4, 5])
     (notice,) = state.notices
     moved = config.run_dir / "checkpoints" / "step-000004.damaged"
     assert moved.is_dir() and str(moved) in notice
@@ -144,7 +151,9 @@ def test_one_changed_bit_makes_it_take_the_checkpoint_before(config: Config, sco
         assert "bytes with SHA-256" in notice
 
 
-def test_a_second_resume_of_the_same_checkpoint_repeats_the_first_and_what_came_after(config: Config, scored) -> None:
+def test_a_second_resume_of_the_same_checkpoint_repeats_the_first_and_what_came_after(
+    config: Config, scored: MakeScored
+) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=3, checkpoints=(1,))
         files = contents(run.checkpoints.path(1))
@@ -159,7 +168,7 @@ def test_a_second_resume_of_the_same_checkpoint_repeats_the_first_and_what_came_
     # It died before its next checkpoint.
     with RunDir(config.run_dir) as run:
         second = recovered(config, run)
-        assert (second.weights.version, list(second.trainer.not_applied)) == (4, [2, 3, 4])
+        assert (second.weights.version, list(recording(second).not_applied)) == (4, [2, 3, 4])
         assert weights_from(4, second.trainer.policy()).digest == recorded[4].digest
         assert run.versions == recorded
         assert contents(run.checkpoints.path(1)) == files
@@ -170,18 +179,20 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_without_an_earlier_checkpoint_the_whole_log_is_replayed(config: Config, scored) -> None:
+def test_without_an_earlier_checkpoint_the_whole_log_is_replayed(config: Config, scored: MakeScored) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=3, checkpoints=(2,))
         recorded = dict(run.versions)
         flip_a_bit(run.checkpoints.path(2) / "weights.safetensors")
         state = recovered(config, run)
         assert run.versions == recorded
-    assert list(state.trainer.not_applied) == [1, 2, 3]
+    assert list(recording(state).not_applied) == [1, 2, 3]
     assert "continues from the model that the run started from" in state.notices[0]
 
 
-def test_a_damaged_checkpoint_that_cannot_be_replaced_is_refused_with_the_fix(config: Config, scored) -> None:
+def test_a_damaged_checkpoint_that_cannot_be_replaced_is_refused_with_the_fix(
+    config: Config, scored: MakeScored
+) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=4, checkpoints=(3,))
         run.prune(keep_checkpoints=1, keep_log_steps=1)
@@ -197,7 +208,7 @@ def test_a_damaged_checkpoint_that_cannot_be_replaced_is_refused_with_the_fix(co
     assert caught.value.fix == f"Put the folder back from a copy, or start a new run with model.path: {run.path}/best"
 
 
-def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config, scored) -> None:
+def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config, scored: MakeScored) -> None:
     """No file has changed since it was written, but the weights are not the published ones."""
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=3, checkpoints=(1,))
@@ -205,7 +216,7 @@ def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config
         save(run, 3, maker)
         recorded = dict(run.versions)
         state = recovered(config, run)
-        assert run.versions == recorded and list(state.trainer.not_applied) == [2, 3]
+        assert run.versions == recorded and list(recording(state).not_applied) == [2, 3]
         assert "its weights have the digest" in state.notices[0]
         # Published in another dtype every version has another digest, and none is damaged.
         other = config.model_copy(update={"generation": config.generation.model_copy(update={"dtype": "bfloat16"})})
@@ -214,8 +225,10 @@ def test_weights_that_are_not_the_recorded_version_are_damage_too(config: Config
         assert run.versions[3].hyperparameters == recorded[3].hyperparameters
 
 
-def test_a_recorded_version_is_made_with_what_is_recorded_and_another_as_configured(config: Config, scored) -> None:
-    changed = {"learning_rate": 0.5, "weight_decay": 0.25, "max_grad_norm": 2.0}
+def test_a_recorded_version_is_made_with_what_is_recorded_and_another_as_configured(
+    config: Config, scored: MakeScored
+) -> None:
+    changed: dict[str, Any] = {"learning_rate": 0.5, "weight_decay": 0.25, "max_grad_norm": 2.0}
     changed |= {"micro_batch_tokens": 300, "gradient_checkpointing": True}
     resumed = config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
     with RunDir(config.run_dir) as run:
@@ -223,7 +236,7 @@ def test_a_recorded_version_is_made_with_what_is_recorded_and_another_as_configu
         run.write_step(2, [replace(row_from_scored(scored(2)), step=2)])
     with RunDir(config.run_dir) as run:
         state = recovered(resumed, run)
-        assert state.trainer.used == {1: configured_hyperparameters(config, 1), 2: Hyperparameters(**changed)}
+        assert recording(state).used == {1: configured_hyperparameters(config, 1), 2: Hyperparameters(**changed)}
         assert run.versions[2].hyperparameters == changed
 
 
@@ -274,7 +287,7 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
             if step == 1:
                 save(run, step, trainer)
         recorded = dict(run.versions)
-        start = lambda config, model, _: Trainer(config, model)  # noqa: E731
+        start: Any = lambda config, model, _: Trainer(config, model)  # noqa: E731
         assert recover(resumed, folder, run, Activity("learner"), start).weights.version == 3
         assert run.versions == recorded
 
@@ -282,7 +295,7 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
 def test_a_replay_makes_token_records_that_a_kill_prevented(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     config = make_config(folder, algorithm={"pg_clip": 0.05}, learner={"token_records": True})
-    start = lambda config, model, _: Trainer(config, model)  # noqa: E731
+    start: Any = lambda config, model, _: Trainer(config, model)  # noqa: E731
     with RunDir(tmp_path / "run") as run:
         trainer = Trainer(config, folder)
         run.write_step(1, rows := make_rows(folder, step=1))
@@ -300,7 +313,7 @@ def test_a_replay_makes_token_records_that_a_kill_prevented(tmp_path: Path) -> N
         assert not path.exists()
 
 
-def test_a_version_that_is_not_finite_is_refused_wherever_one_is_made(config: Config, scored) -> None:
+def test_a_version_that_is_not_finite_is_refused_wherever_one_is_made(config: Config, scored: MakeScored) -> None:
     class NonFiniteTrainer(RecordingTrainer):
         def policy(self, *, is_reused: bool = False) -> Any:
             tensors = super().policy(is_reused=is_reused)
@@ -347,7 +360,7 @@ def logged_steps(run: RunDir, scored: Any, steps: Collection[int]) -> None:
         run.write_step(step, [replace(row_from_scored(scored(step)), step=step)])
 
 
-def test_a_step_that_is_left_out_changes_no_weights_and_moves_no_other_step(config: Config, scored) -> None:
+def test_a_step_that_is_left_out_changes_no_weights_and_moves_no_other_step(config: Config, scored: MakeScored) -> None:
     config = config.model_copy(
         update={"learner": config.learner.model_copy(update={"schedule": "cosine", "warmup_steps": 2})}
     )
@@ -358,7 +371,7 @@ def test_a_step_that_is_left_out_changes_no_weights_and_moves_no_other_step(conf
     # A kill before its version is on record, and no flag at the next resume.
     with RunDir(config.run_dir) as run:
         state = recovered(config, run)
-        assert state.trainer.used == {3: configured_hyperparameters(config, 3)}
+        assert recording(state).used == {3: configured_hyperparameters(config, 3)}
         digests = [run.versions[version].digest for version in range(4)]
         assert digests[1] == digests[2] != digests[3] == state.weights.digest
         assert run.settlements.ranges() == [(1, 3)]
@@ -368,7 +381,7 @@ def test_a_step_that_is_left_out_changes_no_weights_and_moves_no_other_step(conf
     assert [record.step for record in RunLog(config.run_dir).steps()] == [3]
 
 
-def test_several_steps_may_be_left_out_one_after_the_other(config: Config, scored) -> None:
+def test_several_steps_may_be_left_out_one_after_the_other(config: Config, scored: MakeScored) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=1, checkpoints=())
         logged_steps(run, scored, (2,))
@@ -379,7 +392,7 @@ def test_several_steps_may_be_left_out_one_after_the_other(config: Config, score
         logged_steps(run, scored, (3, 4))
         run.leave_out(3)
         state = recovered(config, run)
-        assert list(state.trainer.used) == [1, 4]
+        assert list(recording(state).used) == [1, 4]
         # A restart under the same option, after the checkpoint too.
         save(run, 4, state.trainer)
         run.leave_out(3)
@@ -387,7 +400,7 @@ def test_several_steps_may_be_left_out_one_after_the_other(config: Config, score
     assert RunLog(config.run_dir).left_out() == [2, 3]
 
 
-def test_the_running_moments_keep_the_rewards_of_a_step_that_is_left_out(config: Config, scored) -> None:
+def test_the_running_moments_keep_the_rewards_of_a_step_that_is_left_out(config: Config, scored: MakeScored) -> None:
     """A step that was logged behind it has them in its advantages, and a replay may make those anew."""
     config = config.with_keys(algorithm={"reward_norm": "running"})
     with RunDir(config.run_dir) as run:
@@ -409,7 +422,7 @@ def test_the_running_moments_keep_the_rewards_of_a_step_that_is_left_out(config:
     ],
 )
 def test_a_step_that_cannot_be_left_out_is_refused_with_the_reason(
-    config: Config, scored, step: int, reason: str
+    config: Config, scored: MakeScored, step: int, reason: str
 ) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=2, checkpoints=(1,))
@@ -421,7 +434,7 @@ def test_a_step_that_cannot_be_left_out_is_refused_with_the_reason(
         assert RunLog(config.run_dir).untrained_step() is None
 
 
-def test_a_replay_passes_over_a_step_that_is_left_out(config: Config, scored, tmp_path: Path) -> None:
+def test_a_replay_passes_over_a_step_that_is_left_out(config: Config, scored: MakeScored, tmp_path: Path) -> None:
     with RunDir(config.run_dir) as run:
         train_run(config, run, scored, steps=1, checkpoints=())
         logged_steps(run, scored, (2, 3))

@@ -14,6 +14,7 @@ from gspo.coordinator.groups.slots import OpenGroup, Slots
 from gspo.learner.assembly.rows import row_from_scored
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
+from tests.unit.learner.conftest import MakeScored
 
 OPEN = OpenGroup(attempt=1, issued_unix_s=0.0, deadline_unix_s=100.0, min_version=0)
 
@@ -24,7 +25,7 @@ OPEN = OpenGroup(attempt=1, issued_unix_s=0.0, deadline_unix_s=100.0, min_versio
     [([4], [6, 7, 8]), ([], [4, 6, 7])],
 )
 def test_dropped_prompts_hold_nothing_back_and_are_not_asked_again(
-    tmp_path: Path, scored, still_open: list[int], expected: list[int]
+    tmp_path: Path, scored: MakeScored, still_open: list[int], expected: list[int]
 ) -> None:
     with RunDir(tmp_path) as run:
         run.write_step(1, [replace(row_from_scored(scored(group)), step=1) for group in (0, 3)])

@@ -32,7 +32,8 @@ def test_training_that_is_done_has_a_kind_of_end(stops: bool, kind: int) -> None
 
 
 async def test_a_coordinator_that_never_finishes_the_run_fails_it_after_the_wait() -> None:
-    end, polls = RunEndCondition(RunConfig()), []
+    end = RunEndCondition(RunConfig())
+    polls: list[int] = []
 
     async def on_poll() -> None:
         polls.append(len(polls))

@@ -59,7 +59,8 @@ def test_between_two_steps_a_checkpoint_counts_and_an_evaluation_blocks_nothing(
     clock.add_checkpoint(0.25)
     second = metrics_of_a_step(clock, evaluated_s_ago=5)
     assert second["checkpoint_s"] == 0.25
-    assert (second["wait_evaluation_s"], second["wait_issue_s"]) == (0, pytest.approx(6, abs=0.5))
+    assert second["wait_evaluation_s"] == 0
+    assert second["wait_issue_s"] == pytest.approx(6, abs=0.5)
     assert metrics_of_a_step(clock, evaluated_s_ago=5)["checkpoint_s"] == 0
 
 

@@ -18,6 +18,7 @@ from gspo.learner.assembly.assembler import AddResult, Assembler, Batch, Prompts
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlements
 from gspo_core.advantage import RunningMoments
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_TRUNCATED, GroupFailure
+from tests.unit.learner.conftest import MakeScored
 
 SIZE, NUM_ROLLOUTS, NUM_GROUPS = 3, 2, 30
 MAX_TICKS = 20_000
@@ -26,7 +27,7 @@ MAX_TICKS = 20_000
 class SimulatedAssembly:
     """A run in small; every choice is made by `chance`."""
 
-    def __init__(self, scored, chance: Random, staleness: StalenessConfig, failing: float) -> None:
+    def __init__(self, scored: MakeScored, chance: Random, staleness: StalenessConfig, failing: float) -> None:
         self.scored, self.chance, self.staleness, self.failing = scored, chance, staleness, failing
         algorithm = AlgorithmConfig(
             rollout_batch_size=SIZE,
@@ -104,7 +105,7 @@ class SimulatedAssembly:
 @pytest.mark.parametrize("on_stale", ["wait", "drop", "mask"])
 @given(seed=st.integers(0, 2**32), failing=st.sampled_from([0.0, 0.2]))
 def test_each_group_is_settled_once_and_nothing_too_old_counts(
-    scored, on_stale: str, max_lag: int, seed: int, failing: float
+    scored: MakeScored, on_stale: str, max_lag: int, seed: int, failing: float
 ) -> None:
     staleness = StalenessConfig.model_validate({"on_stale": on_stale, "max_lag": max_lag})
     run = SimulatedAssembly(scored, Random(seed), staleness, failing).play()  # noqa: S311 - a simulation, and repeatable

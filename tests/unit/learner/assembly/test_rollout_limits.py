@@ -12,6 +12,7 @@ import pytest
 from gspo.learner.assembly.rollout_limits import RolloutLimits, rollout_limits
 from gspo_proto.rollout_pb2 import ScoredRollout
 from tests.support.service_process import make_run
+from tests.unit.learner.conftest import MakeScored
 
 LIMITS = RolloutLimits(num_rollouts=2, prompt_length=3, response_length=2, rollout_length=9, vocabulary=20)
 
@@ -26,7 +27,7 @@ def changed(good: ScoredRollout, **fields: Any) -> ScoredRollout:
     return good
 
 
-def test_a_rollout_at_every_limit_passes(scored) -> None:
+def test_a_rollout_at_every_limit_passes(scored: MakeScored) -> None:
     LIMITS.check(changed(scored(), number=1, token_ids=[0, 19], logp=[0.0, -1e9]))
     LIMITS.check(changed(scored(version=[]), prompt=[]))  # it failed before it began
     # A prompt of two tokens, an answer of two, and a branch of four tokens after a context of one.
@@ -51,7 +52,7 @@ def test_a_rollout_at_every_limit_passes(scored) -> None:
         ({"temperature": math.inf}, "a time or a temperature"),
     ],
 )
-def test_what_cannot_be_is_refused(scored, fields: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_is_refused(scored: MakeScored, fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=r"rollout 0-[02]: ") as refused:
         LIMITS.check(changed(scored(), **fields))
     assert problem in str(refused.value)
@@ -72,7 +73,9 @@ def test_what_cannot_be_is_refused(scored, fields: dict[str, Any], problem: str)
         ([-1] * 16, [], "its answer has 16 tokens, and one of this run has at most 2"),
     ],
 )
-def test_branches_that_cannot_be_are_refused(scored, version: list[int], starts: list[int], problem: str) -> None:
+def test_branches_that_cannot_be_are_refused(
+    scored: MakeScored, version: list[int], starts: list[int], problem: str
+) -> None:
     with pytest.raises(ValueError, match=r"rollout 0-0: ") as refused:
         LIMITS.check(changed(scored(version=version), branch_starts=starts))
     assert problem in str(refused.value)
@@ -87,7 +90,7 @@ def test_branches_that_cannot_be_are_refused(scored, version: list[int], starts:
         ([-1.0, math.nan], "nan cannot be a teacher's log-prob"),
     ],
 )
-def test_a_taught_rollout_has_a_log_prob_of_every_token(scored, logp: list[float], problem: str) -> None:
+def test_a_taught_rollout_has_a_log_prob_of_every_token(scored: MakeScored, logp: list[float], problem: str) -> None:
     taught, rollout = replace(LIMITS, is_taught=True), scored()
     rollout.score.teacher_logp[:] = logp
     with pytest.raises(ValueError, match=r"rollout 0-0: ") as refused:

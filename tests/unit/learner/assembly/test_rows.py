@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from gspo.learner.assembly.rows import SCHEMA, Row, from_table, row_from_scored, to_table
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, ScoredRollout
+from tests.unit.learner.conftest import MakeScored
 
 
 def assert_same(row: Row, expected: Row) -> None:
@@ -29,7 +30,7 @@ def assert_same(row: Row, expected: Row) -> None:
             assert (a, type(a)) == (b, type(b)), field.name
 
 
-def test_a_row_has_what_the_scored_rollout_says(scored) -> None:
+def test_a_row_has_what_the_scored_rollout_says(scored: MakeScored) -> None:
     rollout = scored(7, 3, version=[4, -1, 5], logp=[-0.5, 0.0, -0.25], outcome=OUTCOME_TRUNCATED)
     assert row_from_scored(rollout).teacher_logp.tolist() == []
     rollout.score.teacher_logp[:] = [-1.5, -3.0, -2.0]
@@ -48,15 +49,16 @@ def test_a_row_has_what_the_scored_rollout_says(scored) -> None:
     assert (row.issued_unix_s, row.started_unix_s, row.finished_unix_s, row.scored_unix_s) == (100, 101, 102.5, 103)
 
 
-def test_a_row_has_the_branches_of_its_rollout(scored) -> None:
+def test_a_row_has_the_branches_of_its_rollout(scored: MakeScored) -> None:
     row = row_from_scored(scored(version=[4, -1, 5, -1, 5], branch_starts=[1, 3]))
-    assert (row.branch_starts.tolist(), row.branch_starts.dtype) == ([1, 3], np.int32)
+    assert row.branch_starts.tolist() == [1, 3]
+    assert row.branch_starts.dtype == np.int32
     assert row.branch_bounds == [(0, 1), (1, 3), (3, 5)]
     (again,) = from_table(to_table([row]))
     assert_same(again, row)
 
 
-def test_a_failed_score_has_a_reason_and_no_number(scored) -> None:
+def test_a_failed_score_has_a_reason_and_no_number(scored: MakeScored) -> None:
     row = row_from_scored(scored(reward=None, failure="timed out after 10 s"))
     assert (row.reward, row.failure) == (None, "timed out after 10 s")
 
@@ -69,30 +71,30 @@ def test_values_that_functions_logged_are_in_the_row(scored) -> None:
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_is_a_failure(scored, reward: float) -> None:
+def test_a_reward_that_is_not_finite_is_a_failure(scored: MakeScored, reward: float) -> None:
     row = row_from_scored(scored(reward=reward))
     assert row.reward is None
     assert row.failure in {"the reward is NaN", "the reward is infinity", "the reward is minus infinity"}
     assert json.loads(row.parts_json)[0]["value"] is None
 
 
-def test_a_reward_whose_sums_float32_does_not_hold_is_a_failure(scored) -> None:
+def test_a_reward_whose_sums_float32_does_not_hold_is_a_failure(scored: MakeScored) -> None:
     assert row_from_scored(scored(reward=1e30)).reward == 1e30
     row = row_from_scored(scored(reward=-1e39))
     assert (row.reward, row.failure) == (None, "the reward is -1e+39, and rewards are from -1e+30 to 1e+30")
 
 
-def test_arrays_of_unlike_length_are_refused(scored) -> None:
+def test_arrays_of_unlike_length_are_refused(scored: MakeScored) -> None:
     with pytest.raises(ValueError, match="rollout 7-1: its arrays run over the same tokens"):
         row_from_scored(scored(7, 1, version=[0, 0], logp=[-0.5]))
 
 
-def test_a_policy_token_without_a_version_is_refused(scored) -> None:
+def test_a_policy_token_without_a_version_is_refused(scored: MakeScored) -> None:
     with pytest.raises(ValueError, match="rollout 0-0: a policy token has no version"):
         row_from_scored(scored(version=[0, -1], mask=b"\x01\x01"))
 
 
-def test_neither_reward_nor_failure_is_refused(scored) -> None:
+def test_neither_reward_nor_failure_is_refused(scored: MakeScored) -> None:
     with pytest.raises(ValueError, match="neither a reward nor a failure"):
         row_from_scored(ScoredRollout(rollout=scored().rollout))
 
@@ -115,14 +117,16 @@ def test_no_rows_make_a_table_of_no_rows() -> None:
     assert from_table(to_table([])) == []
 
 
-def test_another_table_is_refused(scored) -> None:
+def test_another_table_is_refused(scored: MakeScored) -> None:
     table = to_table([row_from_scored(scored())])
     with pytest.raises(ValueError, match="not those of a step file"):
         from_table(table.drop_columns(["reward"]))
 
 
 @given(logps=st.lists(st.lists(st.floats(width=32), max_size=5), min_size=1, max_size=4))
-def test_float32_survives_bit_for_bit(scored, tmp_path_factory, logps: list[list[float]]) -> None:
+def test_float32_survives_bit_for_bit(
+    scored: MakeScored, tmp_path_factory: pytest.TempPathFactory, logps: list[list[float]]
+) -> None:
     row = row_from_scored(scored())
     rows = [replace(row, number=i, logp=np.array(logp, dtype=np.float32)) for i, logp in enumerate(logps)]
     path = tmp_path_factory.mktemp("table") / "step.parquet"
@@ -132,7 +136,7 @@ def test_float32_survives_bit_for_bit(scored, tmp_path_factory, logps: list[list
 
 
 @pytest.fixture
-def step_file(scored, tmp_path: Path) -> tuple[Path, list[Row]]:
+def step_file(scored: MakeScored, tmp_path: Path) -> tuple[Path, list[Row]]:
     trained = replace(row_from_scored(scored(3, 0, version=[0, -1, 1], logp=[-0.1, 0, -0.3])), step=2, advantage=0.7)
     failed = replace(row_from_scored(scored(3, 1, version=[], reward=None)), step=2, skipped="failed")
     path = tmp_path / "step-000002.parquet"

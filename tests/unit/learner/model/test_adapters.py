@@ -19,7 +19,7 @@ from gspo.learner.training.trainer import Trainer
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import answer_logp, make_config, make_rows, train, with_behavior
 
-LORA = {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LORA: dict[str, Any] = {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from gspo.learner.model.attention import (
 )
 from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.network import hidden_states
+from tests.support.training.gradients import backward
 
 
 @pytest.mark.parametrize(("num_heads", "num_key_heads"), [(4, 4), (4, 2), (6, 1)])
@@ -27,12 +28,14 @@ def test_values_and_gradients_are_those_of_torch(num_heads: int, num_key_heads: 
     torch.manual_seed(0)
     inputs = [torch.randn(3, heads, 7, 8, dtype=torch.float64) for heads in (num_heads, num_key_heads, num_key_heads)]
     ours, theirs = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
-    attended = short_causal_attention(*ours, scaling)
-    expected = torch.nn.functional.scaled_dot_product_attention(*theirs, is_causal=True, scale=scaling, enable_gqa=True)
+    attended = short_causal_attention(ours[0], ours[1], ours[2], scaling)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        theirs[0], theirs[1], theirs[2], is_causal=True, scale=scaling, enable_gqa=True
+    )
     torch.testing.assert_close(attended, expected)
     weight = torch.randn_like(expected)
-    (attended * weight).sum().backward()
-    (expected * weight).sum().backward()
+    backward((attended * weight).sum())
+    backward((expected * weight).sum())
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
@@ -53,7 +56,7 @@ def test_a_packed_line_is_laid_side_by_side_and_back() -> None:
     assert second.tolist() == [[16, 17], [18, 18]]
     back_S = torch.cat([block.to_line(rows) for block, rows in zip(line.blocks, (first, second), strict=True)])
     assert back_S.tolist() == values_S.tolist()
-    (back_S * torch.arange(1.0, 10.0)).sum().backward()
+    backward((back_S * torch.arange(1.0, 10.0)).sum())
     assert values_S.grad is not None and values_S.grad.tolist() == list(range(1, 10))
 
 
@@ -111,7 +114,7 @@ def test_the_call_of_variable_length_attention_is_torch_s(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(attention, "varlen_attn", called)
     attended = attention_of_line(torch.nn.Module(), tensors, line, 0.0, None, sliding_window=window)
-    attended.sum().backward()
+    backward(attended.sum())
     assert attended.shape == (5, 4, 16)
     assert all(tensor.grad is not None and tensor.grad.shape == tensor.shape for tensor in tensors)
     # A position itself is in the window: so many less one are behind it. Torch's word for no limit is -1.

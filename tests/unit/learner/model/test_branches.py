@@ -20,6 +20,7 @@ from gspo.learner.model.batch import StepBatch, rank_micro_batches
 from gspo.learner.model.network import PolicyModel, load_policy_model
 from gspo.learner.objective.step_loss import micro_batch_loss, step_targets
 from tests.support.tiny_model import make_tiny_model
+from tests.support.training.gradients import backward
 from tests.support.training.rollout_rows import answer_logp, make_config, row_of
 
 # Every aggregation, and each kind of ratio. Rewards of rloo and grpo are given here, as advantages.
@@ -121,9 +122,10 @@ def trained(
     targets = step_targets(algorithm, batch, batch.behavior_BT, None)
     policy.zero_grad()
     loss = torch.zeros((), dtype=torch.float64)
-    cut = {"num_ranks": num_ranks, "packing": packing}
     for rank in range(num_ranks):
-        for micro in rank_micro_batches(batch, range(len(batch)), max_tokens, rank=rank, **cut):
+        for micro in rank_micro_batches(
+            batch, range(len(batch)), max_tokens, rank=rank, num_ranks=num_ranks, packing=packing
+        ):
             logp_N, entropy_N = policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
             part, _ = micro_batch_loss(
                 algorithm,
@@ -135,7 +137,7 @@ def trained(
                 num_tokens=int(batch.mask_BT.sum()),
                 num_turns=int(targets.turns_B.sum()),
             )
-            part.backward()
+            backward(part)
             loss += part.detach()
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters()]
     return torch.cat([*(gradient.flatten() for gradient in gradients), loss[None].float()])
@@ -152,7 +154,9 @@ def conversations(draw: st.DrawFn) -> tuple[list[Spoken], list[list[Spoken]]]:
     for _ in range(draw(st.integers(1, 4))):
         prompt = draw(st.lists(token, min_size=1, max_size=4))
         turns = [draw(spoken()) for _ in range(draw(st.integers(1, 4)))]
-        history, mask, branches = [], [], []
+        history: list[int] = []
+        mask: list[bool] = []
+        branches: list[Spoken] = []
         for turn in turns:
             if not branches or draw(st.booleans()):
                 branches.append(Spoken((*prompt, *history), (), ()))

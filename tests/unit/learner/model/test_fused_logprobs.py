@@ -27,6 +27,8 @@ def test_it_has_the_figures_and_gradients_of_the_reference(dtype: torch.dtype) -
                 hidden_ND.to(dtype), weight_VD, target_N, temperature=0.7, chunk_size=chunk_size
             )
             outputs = [it for it, is_used in ((logp_N, of_logp), (entropy_N, of_entropy)) if is_used]
-            gradients = torch.autograd.grad(sum((it * up_N).sum() for it in outputs), (hidden_ND, weight_VD))
+            gradients = torch.autograd.grad(
+                torch.stack([(it * up_N).sum() for it in outputs]).sum(), (hidden_ND, weight_VD)
+            )
             results.append((logp_N, entropy_N, *gradients))
         torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)

@@ -66,7 +66,7 @@ def test_under_zero_3_the_policy_is_gathered_one_layer_at_a_time(
     trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"zero_stage": 3}), folder)
     gathered = []
 
-    class CountingGather(deepspeed.zero.GatheredParameters):
+    class CountingGather(deepspeed.zero.GatheredParameters):  # type: ignore[misc]
         def __init__(self, params: Any, *args: Any, **words: Any) -> None:
             gathered.append(sum(p.ds_numel for p in params))
             super().__init__(params, *args, **words)

@@ -133,8 +133,7 @@ def step_experts(policy: PolicyModel, rows: list[Row], *, packing: bool, max_tok
     """Each rollout's experts, recorded in micro-batches of this size."""
     batch, replay = StepBatch.from_rows(rows), RoutingReplay(Routers(policy.causal_lm), None, CPU)
     replay.begin(batch)
-    cut = {"rank": 0, "num_ranks": 1, "packing": packing}
-    for micro in rank_micro_batches(batch, range(len(batch)), max_tokens, **cut):
+    for micro in rank_micro_batches(batch, range(len(batch)), max_tokens, rank=0, num_ranks=1, packing=packing):
         with torch.no_grad(), replay.recording(micro):
             policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
     return replay._expert_SC

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,8 @@ def test_a_run_trains_with_its_copy_and_a_resume_takes_no_other_file(folder: Pat
     with pytest.raises(InputError, match=r"mine\.py has changed .* since the run began to train.*Set it back from"):
         check_own_loss(config)
     (run_dir / "loss.py").unlink()
-    for refuse in (lambda: keep_loss_file(config, run_dir), lambda: check_own_loss(config)):
+    refusals: list[Callable[[], object]] = [lambda: keep_loss_file(config, run_dir), lambda: check_own_loss(config)]
+    for refuse in refusals:
         with pytest.raises(InputError, match=r"loss\.py, the run's copy of .*mine.py, cannot be read"):
             refuse()
 

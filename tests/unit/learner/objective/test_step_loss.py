@@ -13,6 +13,7 @@ from gspo.common.config.teacher import TeacherConfig
 from gspo.learner.model.batch import StepBatch, rank_micro_batches
 from gspo.learner.objective.step_loss import has_gradient, micro_batch_loss, step_targets
 from gspo.learner.objective.teacher_kl import TeacherKl
+from tests.support.training.gradients import backward
 from tests.support.training.numpy_reference import (
     advantages,
     behavior_weight,
@@ -142,7 +143,7 @@ def test_the_entropy_bonus_is_aggregated_like_the_loss_and_lifts_every_counted_t
     assert not losses[0.0].requires_grad
     expected = -0.3 * (each * entropy_BT.detach().numpy()).sum()
     assert float((losses[0.3] - losses[0.0]).detach()) == pytest.approx(expected, rel=1e-5)
-    losses[0.3].backward()
+    backward(losses[0.3])
     assert entropy_BT.grad is not None
     np.testing.assert_allclose(entropy_BT.grad.numpy(), -0.3 * each, rtol=1e-6, atol=0)
 
@@ -181,7 +182,7 @@ def in_parts(
             num_turns=int(targets.turns_B[targets.mask_BT.any(-1)].sum()),
         )
         total = total + part
-    total.backward()
+    backward(total)
     assert logp_BT.grad is not None
     return total.detach(), logp_BT.grad.numpy(), targets
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
 from gspo.common import weights
-from gspo.common.weights import Packed
+from gspo.common.weights import Packed, pack_changes
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.learner.push import policy_weights
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
@@ -83,9 +84,13 @@ async def test_changes_that_would_be_larger_than_the_elements_are_sent_as_elemen
 
 
 async def test_changes_are_packed_once_for_all_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = []
-    pack = policy_weights.pack_changes
-    monkeypatch.setattr(policy_weights, "pack_changes", lambda new, old: packed.append(len(new)) or pack(new, old))
+    packed: list[int] = []
+
+    def noted(new: Any, old: Any) -> Any:
+        packed.append(len(new))
+        return pack_changes(new, old)
+
+    monkeypatch.setattr(policy_weights, "pack_changes", noted)
     sent = small_frames(policy(2, changed={"a": 0.1}), policy(1))
     first, second = [f async for f in sent], [f async for f in sent]
     assert first == second

@@ -21,6 +21,7 @@ from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
+from tests.unit.learner.conftest import MakeScored
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def fill(folder: Path) -> Path:
 
 
 @pytest.fixture
-def rows(scored) -> Callable[..., list[Row]]:
+def rows(scored: MakeScored) -> Callable[..., list[Row]]:
     return lambda step, *groups: [replace(row_from_scored(scored(group)), step=step) for group in groups]
 
 

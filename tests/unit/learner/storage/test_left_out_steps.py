@@ -8,6 +8,7 @@ from pathlib import Path
 from gspo.learner.assembly.rows import row_from_scored
 from gspo.learner.storage.run_directory import RunDir
 from gspo.runlog.token_ledger import LedgerRecord, token_ledger
+from tests.unit.learner.conftest import MakeScored
 
 
 def ledger_line(run: RunDir, account: str, tokens: dict[str, int]) -> LedgerRecord:
@@ -18,7 +19,7 @@ def ledger_line(run: RunDir, account: str, tokens: dict[str, int]) -> LedgerReco
     return LedgerRecord(step=1, unix_s=0.0, account=account, tokens=counts)
 
 
-def test_each_step_is_moved_in_one_account_and_the_ledger_closes(tmp_path: Path, scored) -> None:
+def test_each_step_is_moved_in_one_account_and_the_ledger_closes(tmp_path: Path, scored: MakeScored) -> None:
     row = replace(row_from_scored(scored(1)), step=1)
     counted, sampled = int(row.mask.sum()), row.num_sampled
     assert 0 < counted <= sampled

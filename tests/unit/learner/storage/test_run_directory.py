@@ -21,12 +21,13 @@ from gspo.learner.storage.run_directory import PolicyVersion, RunDir
 from gspo.runlog.run_log import RunLog
 from gspo_proto.learner_pb2 import REWARD_SPREAD_DIFFERENT, REWARD_SPREAD_EQUAL, REWARD_SPREAD_UNSPECIFIED
 from gspo_proto.rollout_pb2 import EvaluationDone
+from tests.unit.learner.conftest import MakeScored
 
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def rows(scored) -> Callable[..., list[Row]]:
+def rows(scored: MakeScored) -> Callable[..., list[Row]]:
     """Rows of a step: one for each group."""
     return lambda step, *groups: [replace(row_from_scored(scored(group)), step=step) for group in groups]
 
@@ -93,7 +94,7 @@ def test_a_refused_learner_does_not_raise_the_epoch(tmp_path: Path) -> None:
 # Steps
 
 
-def test_a_step_is_read_back_and_its_groups_are_trained(tmp_path: Path, rows) -> None:
+def test_a_step_is_read_back_and_its_groups_are_trained(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
     with RunDir(tmp_path) as run:
         run.write_step(1, rows(1, 4, 2))
         assert (tmp_path / "log" / "step-000001.parquet").exists()
@@ -104,7 +105,7 @@ def test_a_step_is_read_back_and_its_groups_are_trained(tmp_path: Path, rows) ->
         assert 3 not in run.settlements
 
 
-def test_a_logged_step_is_never_replaced(tmp_path: Path, rows) -> None:
+def test_a_logged_step_is_never_replaced(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
     with RunDir(tmp_path) as run:
         run.write_step(1, rows(1, 0))
         with pytest.raises(FileExistsError, match="step 1 is logged already"):
@@ -115,7 +116,7 @@ def test_a_logged_step_is_never_replaced(tmp_path: Path, rows) -> None:
         assert [file.name for file in (tmp_path / "log").glob("step*")] == ["step-000001.parquet"]
 
 
-def test_a_group_is_in_one_step_only(tmp_path: Path, rows) -> None:
+def test_a_group_is_in_one_step_only(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
     with RunDir(tmp_path) as run:
         run.write_step(1, rows(1, 0))
         with pytest.raises(ValueError, match="group 0 is settled already: 'trained'"):
@@ -125,7 +126,9 @@ def test_a_group_is_in_one_step_only(tmp_path: Path, rows) -> None:
         assert run.steplog.steps() == [1]
 
 
-def test_a_kill_between_write_and_link_leaves_no_step(tmp_path: Path, rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_write_and_link_leaves_no_step(
+    tmp_path: Path, rows: Callable[..., list[Row]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write_and_die() -> None:
         monkeypatch.setattr(os, "link", die)
         RunDir(tmp_path).write_step(1, rows(1, 0))
@@ -139,7 +142,9 @@ def test_a_kill_between_write_and_link_leaves_no_step(tmp_path: Path, rows, monk
         run.write_step(1, rows(1, 0))
 
 
-def test_a_kill_after_link_leaves_the_whole_step(tmp_path: Path, rows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_after_link_leaves_the_whole_step(
+    tmp_path: Path, rows: Callable[..., list[Row]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write_and_die() -> None:
         run = RunDir(tmp_path)
         monkeypatch.setattr(Path, "unlink", die)
@@ -152,13 +157,22 @@ def test_a_kill_after_link_leaves_the_whole_step(tmp_path: Path, rows, monkeypat
 
 
 def test_the_log_is_on_the_disk_before_write_step_returns(
-    tmp_path: Path, rows, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rows: Callable[..., list[Row]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RunDir(tmp_path) as run:
         calls: list[str] = []
         fsync, link = os.fsync, os.link
-        monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(_name(fd)), fsync(fd)))
-        monkeypatch.setattr(os, "link", lambda a, b: (calls.append("link"), link(a, b)))
+
+        def noted_fsync(descriptor: int) -> None:
+            calls.append(_name(descriptor))
+            fsync(descriptor)
+
+        def noted_link(source: Path, target: Path) -> None:
+            calls.append("link")
+            link(source, target)
+
+        monkeypatch.setattr(os, "fsync", noted_fsync)
+        monkeypatch.setattr(os, "link", noted_link)
         run.write_step(1, rows(1, 0))
         assert calls == ["step-000001.parquet.tmp", "link", "log"]
         calls.clear()
@@ -171,7 +185,7 @@ def _name(descriptor: int) -> str:
     return Path(f"/proc/self/fd/{descriptor}").readlink().name
 
 
-def test_a_missing_step_stops_the_replay(tmp_path: Path, rows) -> None:
+def test_a_missing_step_stops_the_replay(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
     with RunDir(tmp_path) as run:
         for step in (1, 2, 3, 4):
             run.write_step(step, rows(step, step))
@@ -186,7 +200,7 @@ def test_a_missing_step_stops_the_replay(tmp_path: Path, rows) -> None:
 # Settlements
 
 
-def test_settlements_are_counted_found_and_kept(tmp_path: Path, rows) -> None:
+def test_settlements_are_counted_found_and_kept(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
     with RunDir(tmp_path) as run:
         run.write_step(1, rows(1, 0, 1))
         run.settle([EndedGroup(2, GroupEnding.FAILED, "hangs"), EndedGroup(5, GroupEnding.STALE, "old")])
@@ -202,7 +216,7 @@ def test_settlements_are_counted_found_and_kept(tmp_path: Path, rows) -> None:
     ]
 
 
-def test_unused_groups_are_open_again_once_the_run_continues(tmp_path: Path, rows) -> None:
+def test_unused_groups_are_open_again_once_the_run_continues(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
     def results(run: RunDir) -> list[int]:
         return list(run.results.page("run", 0).groups)
 
@@ -226,7 +240,7 @@ def test_unused_groups_are_open_again_once_the_run_continues(tmp_path: Path, row
     ]
 
 
-def test_a_group_is_settled_once(tmp_path: Path, rows) -> None:
+def test_a_group_is_settled_once(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
     with RunDir(tmp_path) as run:
         run.settle([EndedGroup(2, GroupEnding.FAILED, "hangs")])
         with pytest.raises(ValueError, match="group 2 is settled already: 'failed'"):
@@ -432,12 +446,12 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_damaged_but_a_missing_right_i
             run.checkpoints.damage(1)
 
 
-def logged(run: RunDir, rows, num_steps: int) -> None:
+def logged(run: RunDir, rows: Callable[..., list[Row]], num_steps: int) -> None:
     for step in range(1, num_steps + 1):
         run.write_step(step, rows(step, 10 * step))
 
 
-def test_checkpoints_beyond_those_kept_go(tmp_path: Path, rows) -> None:
+def test_checkpoints_beyond_those_kept_go(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
     with RunDir(tmp_path) as run:
         logged(run, rows, 6)
         for step in (2, 4, 6):
@@ -448,7 +462,9 @@ def test_checkpoints_beyond_those_kept_go(tmp_path: Path, rows) -> None:
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [5, 6]), (3, [4, 5, 6]), (6, [1, 2, 3, 4, 5, 6])])
-def test_step_files_go_but_for_those_a_kept_checkpoint_needs(tmp_path: Path, rows, keep: int, kept: list[int]) -> None:
+def test_step_files_go_but_for_those_a_kept_checkpoint_needs(
+    tmp_path: Path, rows: Callable[..., list[Row]], keep: int, kept: list[int]
+) -> None:
     with RunDir(tmp_path) as run:
         logged(run, rows, 6)
         for step in (2, 4, 6):
@@ -457,14 +473,14 @@ def test_step_files_go_but_for_those_a_kept_checkpoint_needs(tmp_path: Path, row
         assert run.steplog.steps() == kept
 
 
-def test_no_step_file_goes_while_there_is_no_checkpoint(tmp_path: Path, rows) -> None:
+def test_no_step_file_goes_while_there_is_no_checkpoint(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
     with RunDir(tmp_path) as run:
         logged(run, rows, 3)
         run.prune(keep_checkpoints=1, keep_log_steps=1)
         assert run.steplog.steps() == [1, 2, 3]
 
 
-def test_groups_of_removed_steps_stay_trained(tmp_path: Path, rows) -> None:
+def test_groups_of_removed_steps_stay_trained(tmp_path: Path, rows: Callable[..., list[Row]]) -> None:
     with RunDir(tmp_path) as run:
         logged(run, rows, 3)
         save(run, 3)
@@ -484,7 +500,9 @@ def results_of(run: RunDir, first: int = 0) -> list[tuple[int, int]]:
     return list(zip(page.groups, page.spreads, strict=True))
 
 
-def test_results_have_the_order_of_the_log_also_after_a_restart_without_its_step_files(tmp_path: Path, scored) -> None:
+def test_results_have_the_order_of_the_log_also_after_a_restart_without_its_step_files(
+    tmp_path: Path, scored: MakeScored
+) -> None:
     """Two rollouts a group: those of 4 and 1 differ, one of 3 failed, one of 2 is stale; 7 and 9 say nothing."""
     equal, different, unknown = REWARD_SPREAD_EQUAL, REWARD_SPREAD_DIFFERENT, REWARD_SPREAD_UNSPECIFIED
 
@@ -524,7 +542,7 @@ def test_results_have_the_order_of_the_log_also_after_a_restart_without_its_step
 
 
 def test_a_kill_while_step_files_are_removed_is_made_good(
-    tmp_path: Path, rows, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, rows: Callable[..., list[Row]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prune_and_die() -> None:
         run = RunDir(tmp_path)

@@ -6,6 +6,7 @@ On a CPU the "device" is its memory, so a copy shows every byte, and a storage w
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,13 @@ def test_no_call_uses_states_that_are_away(folder: Path, tmp_path: Path) -> None
     zero = RankZero(config, folder, tmp_path)
     before = zero.policy()
     zero.move_to_host()
-    for name, call in {
+    calls: dict[str, Callable[[], object]] = {
         "train": lambda: zero.train(1, make_rows(folder, step=1), (), configured_hyperparameters(config, 1)),
         "policy": zero.policy,
         "save": lambda: zero.save(tmp_path / "checkpoint", {}),
         "export": lambda: zero.export(tmp_path / "export"),
-    }.items():
+    }
+    for name, call in calls.items():
         with pytest.raises(RuntimeError, match=rf"cannot {name}: its states are in host memory, not on the device"):
             call()
     zero.rank_heartbeat()

@@ -21,6 +21,7 @@ from gspo.learner.training.policy_engine import _allow_tf32
 from gspo.learner.training.trainer import Trainer
 from gspo.learner.training.trainer_api import NotFiniteError
 from tests.support.tiny_model import make_tiny_model
+from tests.support.training.gradients import backward
 from tests.support.training.rollout_rows import answer_logp, make_config, make_rows, train, with_version
 
 CLIP = 0.05
@@ -52,15 +53,16 @@ class PlainLoop:
         losses = []
         for number in sorted({row.mini_batch for row in rows if row.mini_batch >= 0}):
             batch = [row for row in rows if row.mini_batch == number and row.skipped is None]
-            loss = sum(self._sequence_loss(row) for row in batch) / len(batch)
+            loss = torch.stack([self._sequence_loss(row) for row in batch]).sum() / len(batch)
             self.optimizer.zero_grad()
-            loss.backward()
+            backward(loss)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
             self.optimizer.step()
             losses.append(float(loss.detach()))
         return sum(losses) / len(losses)
 
     def _sequence_loss(self, row: Row) -> torch.Tensor:
+        assert row.advantage is not None
         mask = torch.as_tensor(row.mask)
         delta = answer_logp(self.model, row, self.temperature or row.temperature) - torch.as_tensor(row.logp)
         ratio = torch.exp(delta[mask].sum() / mask.sum())
@@ -536,12 +538,18 @@ def test_only_bfloat16_on_a_gpu_rounds_what_is_left_of_float32(
 
 def test_positions_are_never_rounded_to_tf32(folder: Path) -> None:
     """Some architectures multiply positions by frequencies as matrices, and TF32 rounds whole numbers above 2,048."""
-    before, seen = torch.get_float32_matmul_precision(), []
+    before = torch.get_float32_matmul_precision()
+    seen: list[str] = []
     config = make_config(folder, learner={"dtype": "bfloat16"})
     model = load_policy_model(folder, config)
     (rotary,) = (module for module in model.modules() if type(module).__name__ == "Qwen3RotaryEmbedding")
     angles = rotary.forward
-    rotary.forward = lambda *inputs: (seen.append(torch.get_float32_matmul_precision()), angles(*inputs))[1]
+
+    def noted(*inputs: Any) -> Any:
+        seen.append(torch.get_float32_matmul_precision())
+        return angles(*inputs)
+
+    rotary.forward = noted
     try:
         _allow_tf32(config, torch.device("cuda"), [model, None])
         model.causal_lm(input_ids=torch.ones(1, 4, dtype=torch.long))
