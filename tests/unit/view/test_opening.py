@@ -7,6 +7,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,12 +20,13 @@ from gspo.learner.storage.step_log import StepLog
 from gspo.view.http_api import make_page
 from gspo.view.open_tabs import MAX_STREAMS, OpenTabs
 from gspo.view.viewed_run import ViewedRun
+from tests.unit.learner.conftest import MakeScored
 
 HOSTILE = "<script>alert(1)</script>"
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, scored) -> Path:
+def run_dir(tmp_path: Path, scored: MakeScored) -> Path:
     (tmp_path / "log").mkdir()
     StepLog(tmp_path / "log").write(1, [replace(row_from_scored(scored(10, 0)), step=1)])
     return tmp_path
@@ -127,8 +129,8 @@ async def test_the_stream_sends_an_opened_view(run_dir: Path, tabs: OpenTabs) ->
         await gone.wait()
         return {"type": "http.disconnect"}
 
-    async def send(message: dict[str, object]) -> None:
-        sent.append(bytes(message.get("body", b"")))  # type: ignore[arg-type]
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(bytes(message.get("body", b"")))
 
     scope = {"type": "http", "method": "GET", "path": "/api/changes", "query_string": b"", "headers": []}
     stream = asyncio.create_task(page(scope, receive, send))  # type: ignore[arg-type]

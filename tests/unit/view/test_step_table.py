@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -14,6 +15,7 @@ from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.storage.step_log import StepLog
 from gspo.view.log_query import SORTS, LogQuery, filter_of
 from gspo.view.step_table import _BATCH_FILES
+from tests.unit.learner.conftest import MakeScored
 
 GROUP_SIZE = 4
 _DEADLINE_S = 60
@@ -25,7 +27,7 @@ def log(tmp_path: Path) -> StepLog:
 
 
 @pytest.fixture
-def rows_of(scored):
+def rows_of(scored: MakeScored) -> Callable[..., list[Row]]:
     """The rows of a step: one group, whose rewards and texts tell step and number."""
 
     def make(step: int, word: str = "answer") -> list[Row]:
@@ -48,7 +50,7 @@ def places(query: LogQuery, **words: str) -> list[tuple[int, int]]:
     return [(row["step"], row["number"]) for row in query.rollouts(filter_of(words))[1]]
 
 
-def test_new_steps_appear_and_removed_ones_vanish(log: StepLog, rows_of) -> None:
+def test_new_steps_appear_and_removed_ones_vanish(log: StepLog, rows_of: Callable[..., list[Row]]) -> None:
     query = LogQuery(log.folder)
     assert query.rollouts(filter_of({})) == (0, [])
     for step in (1, 2, 3):
@@ -61,7 +63,7 @@ def test_new_steps_appear_and_removed_ones_vanish(log: StepLog, rows_of) -> None
     assert query.last_steps("1+1") == {"1+1=": 3}
 
 
-def test_a_file_that_was_replaced_is_read_again(log: StepLog, rows_of) -> None:
+def test_a_file_that_was_replaced_is_read_again(log: StepLog, rows_of: Callable[..., list[Row]]) -> None:
     query = LogQuery(log.folder)
     log.write(1, rows_of(1, "old"))
     assert places(query, q="old 1-1") == [(1, 1)]
@@ -71,7 +73,9 @@ def test_a_file_that_was_replaced_is_read_again(log: StepLog, rows_of) -> None:
     assert places(query, q="new 1-1") == [(1, 1)]
 
 
-def test_a_damaged_file_is_left_out_and_named_until_it_is_whole(log: StepLog, rows_of) -> None:
+def test_a_damaged_file_is_left_out_and_named_until_it_is_whole(
+    log: StepLog, rows_of: Callable[..., list[Row]]
+) -> None:
     for step in (1, 2, 3):
         log.write(step, rows_of(step))
     whole = log.path(2).read_bytes()
@@ -86,7 +90,7 @@ def test_a_damaged_file_is_left_out_and_named_until_it_is_whole(log: StepLog, ro
     assert query.unreadable() == []
 
 
-def test_rows_of_a_page(log: StepLog, rows_of) -> None:
+def test_rows_of_a_page(log: StepLog, rows_of: Callable[..., list[Row]]) -> None:
     failed = replace(rows_of(7)[3], number=4, reward=None, failure="late " * 100, advantage=None, skipped="failed")
     log.write(7, [*rows_of(7), replace(failed, prompt="long " * 100)])
     _, rows = LogQuery(log.folder).rollouts(filter_of({"sort": "reward", "dir": "asc"}))
@@ -97,7 +101,7 @@ def test_rows_of_a_page(log: StepLog, rows_of) -> None:
     assert (len(rows[4]["prompt"]), len(rows[4]["failure"])) == (160, 200)
 
 
-def test_answers_are_the_same_within_and_beyond_the_memory(log: StepLog, rows_of) -> None:
+def test_answers_are_the_same_within_and_beyond_the_memory(log: StepLog, rows_of: Callable[..., list[Row]]) -> None:
     num_steps = _BATCH_FILES + 6
     for step in range(1, num_steps + 1):
         log.write(step, rows_of(step))
@@ -112,7 +116,7 @@ def test_answers_are_the_same_within_and_beyond_the_memory(log: StepLog, rows_of
     assert [query.last_steps("1+1") for query in queries] == [{"1+1=": num_steps}] * 3
 
 
-def test_beyond_the_memory_the_newest_steps_are_kept(log: StepLog, rows_of) -> None:
+def test_beyond_the_memory_the_newest_steps_are_kept(log: StepLog, rows_of: Callable[..., list[Row]]) -> None:
     query = LogQuery(log.folder, 2 * GROUP_SIZE / 4_000_000)
     for step in range(1, 6):
         log.write(step, rows_of(step))
@@ -121,7 +125,7 @@ def test_beyond_the_memory_the_newest_steps_are_kept(log: StepLog, rows_of) -> N
 
 
 def test_a_file_that_vanishes_behind_its_listing_is_no_error(
-    log: StepLog, rows_of, monkeypatch: pytest.MonkeyPatch
+    log: StepLog, rows_of: Callable[..., list[Row]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
         log.write(step, rows_of(step))
@@ -137,8 +141,9 @@ def test_a_file_that_vanishes_behind_its_listing_is_no_error(
     assert query.rollouts(filter_of({}))[0] == GROUP_SIZE
 
 
-def test_a_log_that_changes_under_questions_gives_whole_steps(log: StepLog, rows_of) -> None:
-    query, problems = LogQuery(log.folder), []
+def test_a_log_that_changes_under_questions_gives_whole_steps(log: StepLog, rows_of: Callable[..., list[Row]]) -> None:
+    query = LogQuery(log.folder)
+    problems: list[object] = []
     log.write(1, rows_of(1))
 
     def ask() -> None:

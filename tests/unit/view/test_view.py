@@ -22,12 +22,13 @@ from gspo.view.page_text import coloured_tokens, visible
 from gspo.view.viewed_run import ViewedRun
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
+from tests.unit.learner.conftest import MakeScored
 
 HOSTILE = "<script>alert(1)</script>\u202edrow\x1b[31m\x00"
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, scored) -> Path:
+def run_dir(tmp_path: Path, scored: MakeScored) -> Path:
     (tmp_path / "log").mkdir()
     log = StepLog(tmp_path / "log")
     for step in (1, 2):
@@ -121,8 +122,8 @@ def test_other_hosts_pages_and_methods_are_refused(client: TestClient) -> None:
 def test_missing_rollouts_and_an_empty_log_are_pages(client: TestClient, run_dir: Path) -> None:
     for path in ("/steps/9/groups/10", "/steps/1/groups/10/9", "/steps/1/groups/10/1/token_ids"):
         assert client.get(path).status_code == 404
-    for path in (run_dir / "log").iterdir():
-        path.unlink()
+    for file in (run_dir / "log").iterdir():
+        file.unlink()
     assert "0 rollouts" in client.get("/rollouts").text
 
 
