@@ -43,7 +43,8 @@ class WholeRun:
 
     def rows(self, step: int) -> list[dict[str, Any]]:
         """The rollouts of a step, in training order."""
-        return pq.read_table(self.run_dir / "log" / f"step-{step:06d}.parquet").to_pylist()
+        rows: list[dict[str, Any]] = pq.read_table(self.run_dir / "log" / f"step-{step:06d}.parquet").to_pylist()
+        return rows
 
 
 def example_copy(name: str, folder: Path, file: str = "config.yaml", **sections: dict[str, Any]) -> Path:

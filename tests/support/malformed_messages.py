@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ def malformed_payloads(good: Message, *, tame: dict[str, Any] | None = None) -> 
     )
 
 
-def messages(kind: Descriptor, depth: int = 3) -> st.SearchStrategy[Message]:
+def messages(kind: Any, depth: int = 3) -> st.SearchStrategy[Message]:
     """Messages of a kind with any of their fields, at any value that can be sent; schema 1 now and then."""
     fields = {field.name: _field(field, depth) for field in kind.fields if field.message_type is None or depth}
     chosen = st.fixed_dictionaries({}, optional=fields)

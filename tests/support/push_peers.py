@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -170,7 +171,8 @@ async def generator(
     engine, copies = StandInEngine(), PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16")
     for tensor, bits in policy(0).bits.items():
         copies.serving.bits(tensor)[:] = bits.reshape(-1)
-    servicer = RecordingServicer(service, engine, copies, None, IdleLoop())
+    parts: Any = (engine, copies, None, IdleLoop())  # in place of engine, driver and loop, of which a push needs little
+    servicer = RecordingServicer(service, *parts)
     servicer.generator = running = PushTarget(service, engine, copies, servicer)
     server = GrpcServer(
         GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),

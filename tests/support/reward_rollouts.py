@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.common.config.reward import RewardConfig
-from gspo.common.streams.events import SCHEMA
+from gspo.common.streams.entries import SCHEMA
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout, Score
 
 

@@ -102,7 +102,11 @@ async def lossy_processes(
         url = await stack.enter_async_context(balancer(dial))
         for _ in range(2):
             add_worker()
-        lose = {"gateway": lose_gateway, "generator": lose_generator, "worker": lose_worker}
+        lose: dict[str, Callable[[], Awaitable[None]]] = {
+            "gateway": lose_gateway,
+            "generator": lose_generator,
+            "worker": lose_worker,
+        }
         yield Processes(url, dict.fromkeys(lose, 0), lose)
         for _, worker in workers:
             worker.cancel()

@@ -42,4 +42,4 @@ def use_card() -> None:
     """Have this process's trainers compute on the card."""
     tensors.register()
     set_accelerator(CardAccelerator())
-    torch.cuda.get_device_name = lambda _device=None: "a card"
+    torch.cuda.get_device_name = lambda device=None: "a card"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -26,8 +26,8 @@ _COPIES = (aten.copy_.default, aten._to_copy.default)
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 # These take a number on the CPU, though torch does not tag them as arithmetic.
 _WITH_NUMBERS = (aten.where.self, aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.fill_.Tensor)
-_PRODUCTS = (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
-_MOVE = nn.Module._apply
+_PRODUCTS: tuple[Any, ...] = (aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+_MOVE: Callable[..., nn.Module] = nn.Module._apply
 # A library's kernels are gone with it.
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -39,13 +39,13 @@ class CardTensor(Tensor):
         inner: Its numbers, on the CPU; views share them.
     """
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> CardTensor:
         """Wrap a tensor, without a copy."""
-        wrapper: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper: Any = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
@@ -54,7 +54,7 @@ class CardTensor(Tensor):
             device=torch.device(NAME, 0),
         )
         wrapper.inner = inner
-        return wrapper  # type: ignore[no-any-return]
+        return cast(CardTensor, wrapper)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"CardTensor({self.inner!r})"
@@ -64,17 +64,17 @@ class CardTensor(Tensor):
         return self.inner.tolist()
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """As torch's own, whose setter would leave `inner` as it was."""
         return self.detach()
 
-    @data.setter
+    @data.setter  # type: ignore[override]
     def data(self, value: CardTensor) -> None:
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.inner = value.inner
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operation on the tensors inside."""
         kwargs = dict(kwargs or {})
         if func.namespace == "c10d":
@@ -99,14 +99,15 @@ class CardTensor(Tensor):
 
 def register() -> None:
     """Make "card" a device of this process, for good. Before the first backward pass, which starts a thread for it."""
-    _setup_privateuseone_for_python_backend(NAME, _Module())  # type: ignore[no-untyped-call]
-    kernels = torch.library.Library("aten", "IMPL")
+    _setup_privateuseone_for_python_backend(NAME, _Module())
+    library: Any = torch.library.Library  # torch has no types for it
+    kernels = library("aten", "IMPL")
     kernels.impl("empty.memory_format", _empty, _KEY)
     kernels.impl("empty_strided", _empty_strided, _KEY)
     kernels.impl("_copy_from", _copy_from, _KEY)
     for product in _PRODUCTS:
         kernels.impl(product.default.name().removeprefix("aten::"), partial(_rounded, product.default), _AUTOCAST)
-    others = torch.library.Library("_", "IMPL")
+    others = library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _AUTOCAST)
     _LIBRARIES.extend([kernels, others])
     nn.Module._apply = _move_whole  # type: ignore[method-assign]
@@ -178,7 +179,7 @@ def _move_whole(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: 
             with torch.no_grad():
                 changed = change(weight)
             if isinstance(changed, CardTensor):
-                torch.utils.swap_tensors(weight, nn.Parameter(changed, weight.requires_grad))
+                torch.utils.swap_tensors(weight, nn.Parameter(changed, weight.requires_grad))  # type: ignore[no-untyped-call]
     return _MOVE(module, change, recurse)
 
 

@@ -154,11 +154,16 @@ def _require(condition: object, problem: str) -> None:
         raise RefusedCommandError(problem)
 
 
+def _command_of(app: typer.Typer) -> Any:
+    """The app's command; Typer types it as if it had no subcommands."""
+    return get_command(app)
+
+
 def _check_gspo(arguments: Sequence[str], *, is_whole: bool) -> None:
-    check_click(get_command(app), "gspo", arguments, is_whole=is_whole)
+    check_click(_command_of(app), "gspo", arguments, is_whole=is_whole)
 
 
-def check_click(command: typer.core.TyperCommand, name: str, arguments: Sequence[str], *, is_whole: bool) -> None:
+def check_click(command: Any, name: str, arguments: Sequence[str], *, is_whole: bool) -> None:
     """Parse with a command line's own parser, down to its last subcommand, and run nothing."""
     context = command.make_context(name, list(arguments), resilient_parsing=True)
     words = [*context._protected_args, *context.args] if hasattr(command, "commands") else []
@@ -195,8 +200,8 @@ def _check_benchmarks(arguments: Sequence[str]) -> None:
     from benchmarks.__main__ import SECTIONS
     from benchmarks.__main__ import app as benchmarks
 
-    check_click(get_command(benchmarks), "python -m benchmarks", arguments, is_whole=False)
-    known = {section.name for section in SECTIONS} | set(get_command(benchmarks).commands)
+    check_click(_command_of(benchmarks), "python -m benchmarks", arguments, is_whole=False)
+    known = {section.name for section in SECTIONS} | set(_command_of(benchmarks).commands)
     if arguments and not arguments[0].startswith("-"):
         _require(arguments[0] in known, f"{arguments[0]} is neither a section nor a command of benchmarks")
 
@@ -319,4 +324,4 @@ def _check_files(arguments: Sequence[str], *, is_whole: bool) -> None:
 
 def _check_sbatch(arguments: Sequence[str], *, is_whole: bool) -> None:
     _require((ROOT / "deploy/slurm" / Path(arguments[0]).name).is_file(), f"{arguments[0]} does not exist")
-    check_click(get_command(app).commands["run"], "gspo run", arguments[1:], is_whole=False)
+    check_click(_command_of(app).commands["run"], "gspo run", arguments[1:], is_whole=False)

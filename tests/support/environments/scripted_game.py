@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import Any, cast
 
 from gspo.common.config.engines import GenerationConfig
@@ -65,18 +66,19 @@ class GameFunction:
 
     async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
         state, observation, reward, done = game().step(json.loads(request.state_json), request.action)
-        answer = {"state_json": json.dumps(state), "observation_json": json.dumps(observation)}
-        return EnvironmentReply(**answer, reward=reward, done=done, version="v1")
+        state_json, observation_json = json.dumps(state), json.dumps(observation)
+        return EnvironmentReply(
+            state_json=state_json, observation_json=observation_json, reward=reward, done=done, version="v1"
+        )
 
 
 def game() -> Any:
     """The module of the game."""
     sys.path.insert(0, str(GUESS))
     try:
-        import game as module
+        return import_module("game")
     finally:
         sys.path.remove(str(GUESS))
-    return module
 
 
 @asynccontextmanager

@@ -45,7 +45,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 def collector() -> Iterator[Collector]:
     """A collector on a free port of this machine."""
     server, found = grpc.server(ThreadPoolExecutor(max_workers=4)), Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(found, server)  # type: ignore[no-untyped-call]
     found.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

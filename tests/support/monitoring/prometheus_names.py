@@ -53,7 +53,7 @@ def unknown_names(query: str, recorded: Set[str]) -> list[str]:
 
 def panel_queries(of_conversations: bool) -> dict[str, str]:
     """'dashboard: question letter' -> query, of the row on conversations, or of all other rows."""
-    queries = {}
+    queries: dict[str, str] = {}
     for path in sorted(DASHBOARDS.glob("*.json")):
         row = ""
         for panel in json.loads(path.read_text())["panels"]:

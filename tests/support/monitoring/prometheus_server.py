@@ -68,7 +68,7 @@ class Prometheus:
         Raises:
             AssertionError: Prometheus refuses the query.
         """
-        asked = {"query": query, "start": began_unix_s, "end": ended_unix_s, "step": 1}
+        asked: dict[str, str | float] = {"query": query, "start": began_unix_s, "end": ended_unix_s, "step": 1}
         reply = httpx.get(f"{self.url}/api/v1/query_range", params=asked, trust_env=False).json()
         assert reply["status"] == "success", (query, reply)
         found: list[dict[str, Any]] = reply["data"]["result"]

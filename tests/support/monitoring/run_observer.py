@@ -130,7 +130,8 @@ def addresses(run_dir: Path) -> dict[str, str]:
     facts = supervisor_facts(run_dir)
     if "redis_url" not in facts:
         return {}
-    redis, keys = Redis.from_url(facts["redis_url"], socket_timeout=2), Keys(run_dir.name)
+    redis: Any = Redis.from_url(facts["redis_url"], socket_timeout=2)
+    keys = Keys(run_dir.name)
     try:
         entries = [entry.decode().split(":", 1) for entry in redis.smembers(keys.instances)]
         texts = [(service, redis.get(keys.instance(service, uid))) for service, uid in entries]

@@ -16,8 +16,10 @@ import sys
 import time
 import tomllib
 from bisect import bisect
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from heapq import nlargest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def area_of(test: str) -> str:
     return "/".join(folders[:2]) or "."
 
 
-def excesses(counts: Counts, budget: Counts) -> Iterator[str]:
+def excesses(counts: Mapping[str, Mapping[str, int]], budget: Counts) -> Iterator[str]:
     """Yield the counts above their budget; an area without one has no limit."""
     for kind, areas in counts.items():
         for area, number in areas.items():
@@ -90,7 +92,7 @@ class RunReport:
         self._runs_tests = self._is_worker or not config.getoption("numprocesses", default=None)
         self._counter: StartCounter | None = None
         self._counts: dict[str, Counter[str]] = {"engines": Counter(), "processes": Counter()}
-        self._seconds = Counter[str]()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Start to count."""
@@ -131,17 +133,17 @@ class RunReport:
         """Print the table of areas, the slowest tests, and the counts above their budget."""
         if not self._seconds:
             return
-        minutes = Counter[str]()
+        minutes: defaultdict[str, float] = defaultdict(float)
         for test, seconds in self._seconds.items():
             minutes[area_of(test)] += seconds / 60
         terminalreporter.section("minutes, engines and started processes by area")
-        for area, value in minutes.most_common():
+        for area, value in sorted(minutes.items(), key=itemgetter(1), reverse=True):
             engines, processes = (self._counts[kind][area] for kind in ("engines", "processes"))
             terminalreporter.line(f"{value:7.1f} min {engines:4} engines {processes:5} processes  {area}")
         engines, processes = (self._counts[kind].total() for kind in ("engines", "processes"))
-        terminalreporter.line(f"{minutes.total():7.1f} min {engines:4} engines {processes:5} processes  together")
+        terminalreporter.line(f"{sum(minutes.values()):7.1f} min {engines:4} engines {processes:5} processes  together")
         terminalreporter.section(f"the {NUM_SLOWEST} slowest tests")
-        for test, seconds in self._seconds.most_common(NUM_SLOWEST):
+        for test, seconds in nlargest(NUM_SLOWEST, self._seconds.items(), key=itemgetter(1)):
             terminalreporter.line(f"{seconds:7.1f} s  {test}")
         for excess in excesses(self._counts, _budget()):
             terminalreporter.line(f"ERROR {excess}", red=True)

@@ -110,7 +110,7 @@ def _scored(row: Row) -> Row:
     ]
     row = replace(row, reward=reward, parts_json=json.dumps(parts))
     if row.group == 5:
-        turns = {"turns_json": "[1]", "num_turns": 2 + row.number, "num_tool_calls": row.number}
+        turns: dict[str, Any] = {"turns_json": "[1]", "num_turns": 2 + row.number, "num_tool_calls": row.number}
         outcome = "environment_done" if row.number < 2 else "turn_limit"
         return replace(row, **turns, num_malformed_calls=1, num_cut_turns=row.number % 2, outcome=outcome)
     if (row.group, row.number) == (6, 1):
@@ -127,8 +127,9 @@ def _advantages(rows: list[Row], config: Config) -> list[float]:
     if config.teacher.alone:
         return [0.0] * len(rows)
     norm = "group" if algorithm.adv_estimator == "grpo" else algorithm.reward_norm
-    rewards, groups = [row.reward for row in rows], [row.group for row in rows]
-    return normalized(rewards, groups, norm, False, False, algorithm.reward_clip).tolist()
+    rewards, groups = [row.reward for row in rows if row.reward is not None], [row.group for row in rows]
+    values = normalized(rewards, groups, norm, False, False, algorithm.reward_clip)
+    return [float(value) for value in values]
 
 
 def _in_a_mini_batch(row: Row) -> Row:

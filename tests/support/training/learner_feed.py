@@ -94,6 +94,6 @@ def run_of(tmp_path: Path, **sections: Any) -> Config:
     return make_run(tmp_path, model, **{"algorithm": algorithm, "learner": learner, **sections})
 
 
-def lines(config: Config, name: str) -> list[dict]:
+def lines(config: Config, name: str) -> list[dict[str, Any]]:
     """The records of a file of the run's log."""
     return [json.loads(line) for line in (config.run_dir / "log" / name).read_text().splitlines()]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gspo_core import logprobs
 from gspo_core.logprobs import token_logprobs
-from tests.support.training.gradients import backward, grad_of
+from tests.support.typed.gradients import backward, grad_of
 
 
 def plain_logprobs(hidden: Tensor, weight: Tensor, target: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ def recovered(config: Config, run: RunDir, start: StartTrainer = RecordingTraine
 
 
 def recording(state: RecoveredState) -> RecordingTrainer:
-    """The trainer of `recovered`, as what it is."""
+    """The trainer that `recovered` starts."""
     assert isinstance(state.trainer, RecordingTrainer)
     return state.trainer
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from gspo.common.host import bfloat16_products
 from gspo.common.host.bfloat16_products import use_float32_products
-from tests.support.training.gradients import backward, grad_of
+from tests.support.typed.gradients import backward, grad_of
 
 
 @pytest.fixture

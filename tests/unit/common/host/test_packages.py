@@ -28,8 +28,8 @@ def install(folder: Path, package: str, version: str, *requires: str) -> None:
 
 
 def own_floor(name: str) -> str:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return next(text for text in project["dependencies"] if Requirement(text).name == name)
+    dependencies: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return next(text for text in dependencies if Requirement(text).name == name)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gspo_core.kl import kl_divergence
-from tests.support.training.gradients import backward, grad_of
+from tests.support.typed.gradients import backward, grad_of
 
 
 def test_literals() -> None:

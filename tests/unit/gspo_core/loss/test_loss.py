@@ -18,7 +18,7 @@ from gspo_core.loss import (
 )
 from gspo_core.packing import micro_batches
 from gspo_core.stats import figures, merge
-from tests.support.training.gradients import backward, grad_of
+from tests.support.typed.gradients import backward, grad_of
 
 WIDE: dict[str, Any] = {"pg_clip_low": 0.2, "pg_clip_high": 0.27}
 # Row 0: delta 0.3, -0.1, so log s = 0.1. Row 1: -0.6, -0.3, -0.3, so log s = -0.4.

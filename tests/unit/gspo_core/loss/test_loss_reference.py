@@ -17,8 +17,8 @@ from gspo_core.loss import IMPORTANCE_SAMPLINGS, LOSS_AGG_MODES, PolicyLoss, pol
 from gspo_core.stats import figures, merge
 from gspo_core.token_losses import OBJECTIVES
 from tests.support.training import numpy_reference as reference
-from tests.support.training.gradients import backward, grad_of
 from tests.support.training.numpy_reference import Array
+from tests.support.typed.gradients import backward, grad_of
 
 T_MAX = 16
 Batch = Sequence[Array]

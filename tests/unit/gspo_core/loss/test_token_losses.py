@@ -9,7 +9,7 @@ import torch
 from gspo_core.loss import LOSS_AGG_MODES, policy_loss
 from gspo_core.stats import figures
 from gspo_core.token_losses import binary_divergence
-from tests.support.training.gradients import backward, grad_of
+from tests.support.typed.gradients import backward, grad_of
 
 
 def gradient_of(

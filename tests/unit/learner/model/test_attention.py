@@ -19,7 +19,7 @@ from gspo.learner.model.attention import (
 )
 from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.network import hidden_states
-from tests.support.training.gradients import backward
+from tests.support.typed.gradients import backward
 
 
 @pytest.mark.parametrize(("num_heads", "num_key_heads"), [(4, 4), (4, 2), (6, 1)])

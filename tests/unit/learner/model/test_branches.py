@@ -20,8 +20,8 @@ from gspo.learner.model.batch import StepBatch, rank_micro_batches
 from gspo.learner.model.network import PolicyModel, load_policy_model
 from gspo.learner.objective.step_loss import micro_batch_loss, step_targets
 from tests.support.tiny_model import make_tiny_model
-from tests.support.training.gradients import backward
 from tests.support.training.rollout_rows import answer_logp, make_config, row_of
+from tests.support.typed.gradients import backward
 
 # Every aggregation, and each kind of ratio. Rewards of rloo and grpo are given here, as advantages.
 ALGORITHMS: list[dict[str, Any]] = [

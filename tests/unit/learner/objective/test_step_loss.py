@@ -13,7 +13,6 @@ from gspo.common.config.teacher import TeacherConfig
 from gspo.learner.model.batch import StepBatch, rank_micro_batches
 from gspo.learner.objective.step_loss import has_gradient, micro_batch_loss, step_targets
 from gspo.learner.objective.teacher_kl import TeacherKl
-from tests.support.training.gradients import backward
 from tests.support.training.numpy_reference import (
     advantages,
     behavior_weight,
@@ -22,6 +21,7 @@ from tests.support.training.numpy_reference import (
     token_weights,
 )
 from tests.support.training.rollout_rows import row_of
+from tests.support.typed.gradients import backward
 
 RESPONSE_LENGTH = 32
 REINFORCE = {"adv_estimator": "reinforce", "reward_norm": "batch"}

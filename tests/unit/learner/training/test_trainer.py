@@ -21,8 +21,8 @@ from gspo.learner.training.policy_engine import _allow_tf32
 from gspo.learner.training.trainer import Trainer
 from gspo.learner.training.trainer_api import NotFiniteError
 from tests.support.tiny_model import make_tiny_model
-from tests.support.training.gradients import backward
 from tests.support.training.rollout_rows import answer_logp, make_config, make_rows, train, with_version
+from tests.support.typed.gradients import backward
 
 CLIP = 0.05
 GSPO = {"pg_clip": CLIP}
