@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -39,7 +40,7 @@ def test_the_committed_code_is_what_the_sources_generate(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: str(entry.DESCRIPTOR.name))
-def test_a_stream_entry_begins_with_its_schema_number(entry: type) -> None:
+def test_a_stream_entry_begins_with_its_schema_number(entry: Any) -> None:
     """A reader of another release finds the number before it needs to understand anything else."""
     schema = entry.DESCRIPTOR.fields_by_name["schema"]
     assert (schema.number, schema.type) == (1, FieldDescriptor.TYPE_UINT32)

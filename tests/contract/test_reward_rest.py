@@ -10,12 +10,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -55,17 +57,17 @@ async def _address(redis_url: str, run: str) -> str:
 def test_every_call_answers_as_described(api_url: str, name: str | None) -> None:
     """Generated calls of every operation; once more about a name that is there."""
     description = schemathesis.openapi.from_url(f"{api_url}/openapi.json")
-    operations = [operation.ok() for operation in description.get_all_operations()]
+    operations = [it.ok() for it in description.get_all_operations() if isinstance(it, Ok)]
     for operation in operations:
         if name is None or "{name}" in operation.path:
             call_it(operation, name)
     assert len(operations) == 12
 
 
-def call_it(operation: schemathesis.APIOperation, name: str | None) -> None:
+def call_it(operation: Any, name: str | None) -> None:
     @given(case=operation.as_strategy())
     @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-    def check(case: schemathesis.Case) -> None:
+    def check(case: Any) -> None:
         if name is not None:
             case.path_parameters = {**(case.path_parameters or {}), "name": name}
         case.call_and_validate(checks=CHECKS, timeout=30)

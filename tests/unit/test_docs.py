@@ -237,13 +237,15 @@ def test_the_recipe_makes_prompts_and_right_answers(tmp_path: Path, monkeypatch:
     assert compute_score(r"\boxed{1600.0}", rows[1]["answer"]) == 1.0
 
 
+def _folder_of(package: str) -> Path:
+    spec = find_spec(package)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
 def test_keys_of_trl_are_those_of_the_installed_version() -> None:
     """By its source: to import it takes long, and its arguments are plain annotations."""
-    places = {name: find_spec(name) for name in ("trl", "transformers")}
-    sources = [
-        Path(places["trl"].origin).parent / "trainer" / "grpo_config.py",
-        Path(places["transformers"].origin).parent / "training_args.py",
-    ]
+    sources = [_folder_of("trl") / "trainer" / "grpo_config.py", _folder_of("transformers") / "training_args.py"]
     known = {name for source in sources for name in re.findall(r"^    (\w+): ", source.read_text(), re.MULTILINE)}
     # Arguments of the trainer, columns, and values.
     known |= {"model", "train_dataset", "eval_dataset", "reward_funcs", "peft_config", "prompt"}

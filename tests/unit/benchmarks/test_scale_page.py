@@ -36,7 +36,7 @@ def pushes(key: str, rate: float | None) -> float:
         for push in service["pushes"]
         if (push["rate"] == rate and push["version"] if rate else not push["version"])
     ]
-    return median([push[key] for push in selected])
+    return float(median([push[key] for push in selected]))
 
 
 def test_the_table_has_what_was_measured() -> None:

@@ -203,7 +203,7 @@ def test_pushes_are_compared_with_the_transfer_alone_and_grpc_with_tcp() -> None
         {"rate": 1e-6, "version": number, "push_s": s, "stage_s": s / 2, "stall_s": 0.1, "bytes": size, "share": 1}
         for number, s, size in ((0, 3.0, 100 * MIB), (1, 1.0, 2 * MIB), (2, 1.2, 2 * MIB), (3, 9.0, 2 * MIB))
     ]
-    cases = [
+    cases: list[dict[str, Any]] = [
         {"kind": "packing", "rate": 1e-6, "parameters": 52428800, "versions": [version] * 3},
         {"kind": "wire", "bytes": 1024 * MIB, "tcp_s": 0.4, "grpc_s": 1.0, "changes_s": {"1e-06": 0.01}},
         {"kind": "service", "pushes": pushes},

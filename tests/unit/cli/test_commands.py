@@ -36,6 +36,7 @@ from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.model.files import ModelFiles
+from gspo.common.planning.host_memory import PROCESSES_GIB
 from gspo.common.streams.keys import Keys
 from tests.unit.cli.step_logs import WHY, write_log
 
@@ -346,7 +347,7 @@ def test_doctor_says_once_what_several_checks_say() -> None:
     ],
 )
 def test_an_evaluation_takes_the_lengths_that_the_model_has(
-    tmp_path: Path, places: int, options: dict[str, int], lengths: tuple[int, int]
+    tmp_path: Path, places: int, options: dict[str, Any], lengths: tuple[int, int]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": places}}))
     question = EvaluationSpec(str(tmp_path), (tmp_path / "e.jsonl",), reward=tmp_path / "r.py", **options)
@@ -498,7 +499,7 @@ def test_doctor_knows_ranks_and_zero_stage(
     sections["generation"] = {"kv_cache_gb": 1e-3, **sections["generation"]}
     files = ModelFiles({}, 1 << 30, None, None, {"q_proj": [8, 8]})
     config = parse_config({**raw_config, **sections}, tmp_path)
-    assert _memory_gib(config, files, on_gpus=False) == pytest.approx(findings.PROCESSES_GIB + gib, rel=1e-3)
+    assert _memory_gib(config, files, on_gpus=False) == pytest.approx(PROCESSES_GIB + gib, rel=1e-3)
     # On GPUs: every rank loads 4 bytes a parameter, or has 6 offloaded, and a generator holds two copies beside the
     # learner's.
     learner = config.learner
@@ -507,7 +508,7 @@ def test_doctor_knows_ranks_and_zero_stage(
         + (4 if config.staleness.max_lag else 0)
         + 4 * (3 + 2 * config.generation.replicas)
     )
-    assert _memory_gib(config, files, on_gpus=True) == pytest.approx(findings.PROCESSES_GIB + on_gpus, rel=1e-3)
+    assert _memory_gib(config, files, on_gpus=True) == pytest.approx(PROCESSES_GIB + on_gpus, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def test_the_split_has_the_shortest_step_of_all_that_fit(
 ) -> None:
     """Of cards with 80 GB, by the costs that `gspo plan` compares; all of them are used, and all fit."""
     model = published(name, monkeypatch, host_gib=2048)
+    assert model.profile is not None
     user_keys = user(raw_config, tmp_path, learner=learner)
     h100 = CARDS[PRODUCT]
     machine = Machine(h100, 80 * GIB, rates_of(h100))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
 
 from gspo.cli.report.history import RunHistory
 from gspo.cli.report.page_tables import read_samples
@@ -451,9 +452,11 @@ def test_a_panel_draws_what_it_declares_and_no_layer_of_zeros(ended: Path) -> No
     (axes,) = figure.axes
     assert axes.get_legend_handles_labels()[1] == ["waiting", "training", "a line", "a limit"]
     # Bars of 1 s and, on top of them, of 2.5 s: the second begins where the first ends.
-    waiting, training = (patch.get_data() for patch in axes.patches)
+    # A named tuple, which matplotlib types as a plain one.
+    bars: list[Any] = [patch.get_data() for patch in axes.patches if isinstance(patch, StepPatch)]
+    waiting, training = bars
     assert (set(waiting.values), set(training.baseline), set(training.values)) == ({1.0}, {1.0}, {3.5})
-    assert [line.get_ydata()[0] for line in axes.lines] == [0.4, 10]
+    assert [np.asarray(line.get_ydata())[0] for line in axes.lines] == [0.4, 10]
     assert not draw_panels(Figure(), [Panel("", Line("unknown", None, "black"))], RunHistory(ended))
 
 

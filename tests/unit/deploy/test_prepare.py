@@ -94,7 +94,7 @@ def test_a_users_folder_becomes_a_run_and_goes_on_with_what_may_change(
 
 
 def test_a_folder_without_a_configuration_is_one_line(tmp_path: Path, secrets: Path) -> None:
-    command = [sys.executable, ROOT / "deploy/docker/prepare.py", "--input", tmp_path / "nothing"]
+    command: list[str | Path] = [sys.executable, ROOT / "deploy/docker/prepare.py", "--input", tmp_path / "nothing"]
     command += ["--runs", tmp_path / "runs", "--secrets", secrets]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
@@ -109,7 +109,14 @@ def test_tls_which_the_containers_do_not_speak_is_refused(folder: Path, secrets:
     config = yaml.safe_load((given / "config.yaml").read_text())
     tls = {"cert": "tls/cert.pem", "key": "tls/key.pem"}
     (given / "config.yaml").write_text(yaml.safe_dump({**config, "services": {"tls": tls}}))
-    command = [sys.executable, ROOT / "deploy/docker/prepare.py", "--input", given, "--redis-url", REDIS]
+    command: list[str | Path] = [
+        sys.executable,
+        ROOT / "deploy/docker/prepare.py",
+        "--input",
+        given,
+        "--redis-url",
+        REDIS,
+    ]
     command += ["--runs", tmp_path / "runs", "--secrets", secrets]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
@@ -161,7 +168,7 @@ def test_grafana_gets_its_password_alone(tmp_path: Path) -> None:
     folders = [tmp_path / "secrets", tmp_path / "grafana"]
     for folder in folders:
         folder.mkdir()
-    command = [sys.executable, ROOT / "deploy/docker/make_secrets.py", *folders]
+    command: list[str | Path] = [sys.executable, ROOT / "deploy/docker/make_secrets.py", *folders]
     for _ in range(2):
         subprocess.run(command, check=True, timeout=60)
     assert [path.name for path in folders[1].iterdir()] == ["grafana_password"]
@@ -178,7 +185,7 @@ def test_secrets_of_ones_own_stay(tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_secrets_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    command = [sys.executable, ROOT / "deploy/docker/make_secrets.py", file]
+    command: list[str | Path] = [sys.executable, ROOT / "deploy/docker/make_secrets.py", file]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: secrets: ")

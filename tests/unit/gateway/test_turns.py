@@ -176,7 +176,7 @@ def test_a_request_continues_the_longest_turn_whose_messages_it_repeats() -> Non
         {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("user", "m"))
     )
     template: dict[str, Any] = {"tools": None}
-    replies = {"replies": [message_digest(answer)], "shown": ["a"]}
+    replies: dict[str, Any] = {"replies": [message_digest(answer)], "shown": ["a"]}
     first = prefix_digests([user], template)[-1]
     second = prefix_digests([user, answer, more], template)[-1]
     turns = Conversation(
@@ -209,7 +209,7 @@ def test_of_turns_that_differ_in_white_space_a_request_continues_the_one_with_it
     entries: list[TurnEntry] = []
     for name, answer in answers.items():
         asked = {"asked": prefix_digests([user], None)[-1], "messages_json": json.dumps([user])}
-        reply = {"replies": [message_digest(answer)], "message_json": json.dumps(answer)}
+        reply: dict[str, Any] = {"replies": [message_digest(answer)], "message_json": json.dumps(answer)}
         later = {"asked": prefix_digests([user, answer, more], None)[-1], "messages_json": json.dumps([more])}
         entries += [begin(name, "", [1], **asked), end(name, **reply)]
         entries += [begin(f"{name}-later", name, [2], **later), end(f"{name}-later", **reply)]
@@ -228,7 +228,7 @@ def test_of_turns_that_differ_in_white_space_a_request_continues_the_one_with_it
 def test_a_message_is_stored_with_the_fields_that_anybody_reads() -> None:
     """A client may send any others: they cost no token, and Redis would hold them."""
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}", "extra": 1}, "extra": 2}
-    message = {
+    message: dict[str, Any] = {
         "role": "assistant",
         "content": [{"type": "text", "text": "hi", "extra": "A" * 99}, "no part"],
         "name": "bob",

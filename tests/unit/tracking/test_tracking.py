@@ -127,7 +127,7 @@ def test_tensorboard_has_the_configuration_as_hyperparameters(config: Config) ->
 def test_hyperparameters_hold_no_secret(config: Config) -> None:
     keys = hyperparameters(config)
     assert keys["learner.learning_rate"] == 1e-6
-    assert keys["evaluation.prompts.easy"].endswith("e.jsonl")
+    assert str(keys["evaluation.prompts.easy"]).endswith("e.jsonl")
     assert keys["evaluation.limit"] == "null"
     assert "secret" not in str(keys)
 

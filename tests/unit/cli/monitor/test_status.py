@@ -21,6 +21,11 @@ from tests.support.monitoring.recorded_shortage import SENTENCE, record_shortage
 from tests.unit.cli.step_logs import WHY, write_log
 
 
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def learner(**generator: object) -> Instance:
     current = {"name": "generation-0 (a:1)", "state": "current", "version": 7, "num_failures": 0, "problem": ""}
     current |= {"since_unix_s": None, "waiting": False}
@@ -48,7 +53,7 @@ def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
     assert generator_problems([Instance("reward", "reward-0"), learner(**out())]) == [expected]
     console = Console(file=io.StringIO(), width=400)
     console.print(*instance_parts([learner(**out())], None))
-    assert expected in console.file.getvalue()
+    assert expected in printed(console)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_the_page_says_who_has_shared_cards(
     console = Console(file=io.StringIO(), width=200)
     for present in (shift, {}):
         console.print(StatusPage(tmp_path, running).draw([replace(learner(), facts={"shift": present})]))
-    (line,) = [line for line in console.file.getvalue().splitlines() if "the cards" in line]
+    (line,) = [line for line in printed(console).splitlines() if "the cards" in line]
     assert re.fullmatch(expected, line)
 
 
@@ -83,7 +88,7 @@ def test_the_page_says_how_many_drafts_were_accepted(config: Config, tmp_path: P
         for name, (proposed, taken) in counts.items()
     ]
     console.print(StatusPage(tmp_path, running).draw([learner(), *generators]))
-    lines = [line for line in console.file.getvalue().splitlines() if "draft" in line]
+    lines = [line for line in printed(console).splitlines() if "draft" in line]
     assert lines == ["generation-0: 25% of 4,000 draft tokens were accepted"]
 
 
@@ -106,7 +111,7 @@ def test_names_and_addresses_are_whole_in_every_terminal(width: int, used: dict[
     instance = replace(learner(), http="127.0.0.1:34567", grpc="127.0.0.1:45678", pid=1234567, activity=activity)
     console = Console(file=io.StringIO(), width=width)
     console.print(*instance_parts([instance], used))
-    shown = console.file.getvalue()
+    shown = printed(console)
     assert all(word in shown for word in ("learner-0", "127.0.0.1:34567", "127.0.0.1:45678", "1234567"))
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= width
@@ -119,7 +124,7 @@ def test_answers_without_a_score_are_said_with_their_reasons(config: Config, tmp
     console.print(StatusPage(tmp_path, config).draw([]))
     assert (
         "3 answers without a score, left out of training, in 2 of 3 steps, the last of them step 3. "
-        f"2 times: {WHY.format(27)}; r: timed out after 10 s" in console.file.getvalue()
+        f"2 times: {WHY.format(27)}; r: timed out after 10 s" in printed(console)
     )
 
 
@@ -129,7 +134,7 @@ def test_the_page_says_which_step_ran_out_of_memory(config: Config, tmp_path: Pa
     record_shortage(tmp_path)
     console = Console(file=io.StringIO(), width=10_000)
     console.print(StatusPage(tmp_path, config).draw([]))
-    assert SENTENCE in console.file.getvalue().splitlines()
+    assert SENTENCE in printed(console).splitlines()
 
 
 def test_a_page_that_is_watched_takes_a_new_configuration(config: Config, tmp_path: Path) -> None:
@@ -143,7 +148,7 @@ def test_a_page_that_is_watched_takes_a_new_configuration(config: Config, tmp_pa
     write_config(longer, tmp_path / "config.yaml")
     os.utime(tmp_path / "config.yaml", (1, 1))
     console.print(look.draw([]))
-    assert re.findall(r"step 11/\d+", console.file.getvalue()) == ["step 11/10", "step 11/84"]
+    assert re.findall(r"step 11/\d+", printed(console)) == ["step 11/10", "step 11/84"]
 
 
 def test_one_that_is_only_being_pushed_to_is_not_worth_a_line() -> None:

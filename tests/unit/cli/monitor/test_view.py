@@ -67,7 +67,7 @@ def drawn(view: View, *, ended: bool = False) -> str:
 
 def test_answers_without_a_score_are_a_warning_with_their_reason(view: View) -> None:
     """A new reason is a line, and each tenfold number of answers."""
-    few = [WHY.format(number) for number in range(3)]
+    few: list[str | None] = [WHY.format(number) for number in range(3)]
     write_log(view.run_dir, {1: [None, *few], 2: few, 3: few, 4: few, 5: [*few, "r: timed out after 10 s"]})
     warnings = [view.apply(step(number, skipped_failed=3))[1:] for number in range(1, 6)]
     assert [[line.kind for line in lines] for lines in warnings] == [["warning"], [], [], ["warning"], ["warning"]]

@@ -169,6 +169,7 @@ def test_a_generator_holds_a_branch_and_a_rank_all_of_them(tmp_path: Path, model
     too_many = of_branches(longest.trainable.most + 1)
     with pytest.raises(InputError, match=r"^algorithm\.rollout_length: the longest rollout of several branches has"):
         check_longest(too_many, on_cards(too_many, 8), model)
+    assert model.profile is not None
     assert fitting_micro_batch(of_branches(8192), model.profile, model.size, 1, 0.1 * GIB) == 8192
     assert of_branches(200_000).micro_batch_tokens == 200_000
 

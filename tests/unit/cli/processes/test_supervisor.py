@@ -23,7 +23,9 @@ async def pauses(tmp_path: Path, command: str) -> tuple[list[float], str]:
         supervisor.start([Program("worker", ("sh", "-c", command))])
         with pytest.raises(RunError) as ended:
             await supervisor.watch()
-    return [float(re.search(r"again in ([\d.]+) s", line)[1]) for line in messages], str(ended.value)
+    waits = [re.search(r"again in ([\d.]+) s", line) for line in messages]
+    assert all(waits)
+    return [float(wait[1]) for wait in waits if wait], str(ended.value)
 
 
 async def test_pauses_grow_while_it_dies_soon_after_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,8 @@ def test_a_paused_rollout_would_lose_its_session(minimal: dict[str, Any]) -> Non
 
 
 def test_one_name_is_one_environment(minimal: dict[str, Any]) -> None:
-    first, second = ({"name": name, "prompts": "p.jsonl", "functions": []} for name in ("a", "b"))
+    first: dict[str, Any] = {"name": "a", "prompts": "p.jsonl", "functions": []}
+    second = first | {"name": "b"}
     minimal["data"] = {"sources": [first, second]}
     del minimal["reward"]
     minimal["run"] = {"total_steps": 1}

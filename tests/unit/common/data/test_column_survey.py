@@ -49,7 +49,11 @@ def test_a_slip_in_one_row_is_named(tmp_path: Path, place: int, row: dict[str, A
 
 
 def test_what_many_rows_have_is_meant(tmp_path: Path) -> None:
-    rows = [GOOD, {"prompt": "p", "answer": 4, "hint": " x"}, {"prompt": " p", "answer": [1]}] * 20
+    rows: list[dict[str, Any]] = [
+        GOOD,
+        {"prompt": "p", "answer": 4, "hint": " x"},
+        {"prompt": " p", "answer": [1]},
+    ] * 20
     assert list(survey(written(tmp_path, rows)).mistakes(prompt_column="prompt")) == []
 
 

@@ -18,7 +18,7 @@ def test_a_line_is_one_write() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a message for each write
     ours.settimeout(10)
     with ours, theirs:
-        subprocess.run([sys.executable, "-u", "-c", _LOG], stderr=theirs, check=True, timeout=60)
+        subprocess.run([sys.executable, "-u", "-c", _LOG], stderr=theirs.fileno(), check=True, timeout=60)
         lines = [ours.recv(1 << 16).decode() for _ in range(2)]
     assert [line.endswith("\n") for line in lines] == [True, True]
     assert [json.loads(line)["event"] for line in lines] == ["first", "second"]

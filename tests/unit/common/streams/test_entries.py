@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from gspo_proto.rollout_pb2 import (
 )
 
 ROLLOUT = Rollout(schema=1, group=3, number=1, num_rollouts=4, token_ids=[5, 6], logp=[-1.0, -2.0], text="an answer")
-ENTRIES = {
+ENTRIES: dict[type[Message], Message] = {
     GroupTask: GroupTask(schema=1, group=3, num_rollouts=4, prompt=Prompt(token_ids=[1, 2], text="1+1=")),
     Rollout: ROLLOUT,
     Scored: Scored(schema=1, rollout=ScoredRollout(rollout=ROLLOUT)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from redis.cluster import key_slot
+from redis.crc import key_slot
 
 from gspo.common.streams.keys import HEARTBEAT_S, INSTANCE_TTL_S, Keys, consumer_groups, rollout_key
 

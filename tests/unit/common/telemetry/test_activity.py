@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def counted(service: str, kind: str, what: str) -> float:
-    return metrics.ACTIVITY_SECONDS.labels(service, kind, what)._value.get()
+    return float(metrics.ACTIVITY_SECONDS.labels(service, kind, what)._value.get())
 
 
 def test_a_service_starts_busy_starting(clock: Clock) -> None:

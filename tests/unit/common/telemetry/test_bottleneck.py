@@ -103,5 +103,6 @@ def test_a_small_wait_does_not_bound_a_run_whose_stages_overlap() -> None:
 def test_only_the_last_steps_are_looked_at_and_without_any_there_is_no_verdict() -> None:
     found = verdict([{"checkpoint_s": 100.0}] + [QUICK | {"train_s": 4.0}] * 5, config_with(1), num_generators=1)
     assert found is not None
-    assert (found.stage, found.steps, found.seconds) == ("training", 5, pytest.approx(4.35))
+    assert (found.stage, found.steps) == ("training", 5)
+    assert found.seconds == pytest.approx(4.35)
     assert verdict([], config_with(1), num_generators=1) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -70,7 +72,7 @@ def test_no_change_is_nothing() -> None:
         (lambda packed: Packed(10**9, packed.data), "1000000000 changes to 100 elements"),
     ],
 )
-def test_what_is_broken_is_refused_and_changes_nothing(broken: object, why: str) -> None:
+def test_what_is_broken_is_refused_and_changes_nothing(broken: Callable[[Packed], Packed], why: str) -> None:
     old = np.arange(100, dtype=np.uint16)
     bits = old.copy()
     with pytest.raises(UnpackError, match=why):

@@ -88,7 +88,7 @@ SHOWING.chat_template = "{% for t in tools or [] %}[{{ t['name'] }}]{% endfor %}
 
 def test_the_template_gets_the_variables_of_key_and_row(tmp_path: Path, open_set: OpenSet) -> None:
     """The columns are TRL's; as text they are JSON."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"prompt": chat("a")},
         {"prompt": chat("b"), "chat_template_kwargs": {"mood": "sad"}, "tools": [{"name": "f"}]},
         {"prompt": chat("c"), "chat_template_kwargs": '{"mood": "odd"}', "tools": '[{"name": "g"}]'},
@@ -208,7 +208,7 @@ def refusing() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-BAD = {
+BAD: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "empty set": ([], {}, "no rows|it is empty"),
     "missing column": ([{"promt": "1"}], {}, r"no column 'prompt'.*Did you mean 'promt'"),
     "empty prompt": ([{"prompt": "1"}, {"prompt": ""}], {}, "line 2: the prompt is empty"),

@@ -36,7 +36,7 @@ class SlotsMachine(RuleBasedStateMachine):
             self.open[group] = open_group
             self.issued[group] += 1
 
-    @precondition(lambda self: set(self.open) - set(self.ended))
+    @precondition(lambda self: bool(set(self.open) - set(self.ended)))
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
         waiting = sorted(set(self.open) - set(self.ended))
@@ -46,7 +46,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self.ended |= dict.fromkeys(groups, "trained")
         self.events.append(("trained", groups, self.version))
 
-    @precondition(lambda self: set(self.open) - set(self.ended))
+    @precondition(lambda self: bool(set(self.open) - set(self.ended)))
     @rule(data=st.data(), settlement=st.sampled_from(SETTLEMENTS))
     def settle(self, data: st.DataObject, settlement: str) -> None:
         group = data.draw(st.sampled_from(sorted(set(self.open) - set(self.ended))))

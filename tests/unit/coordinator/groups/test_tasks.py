@@ -63,7 +63,10 @@ def write(folder: Path, name: str, num_prompts: int) -> None:
 
 @pytest.mark.parametrize(("epochs", "num_groups"), [(0.01, 1), (0.29, 29), (1.0, 100), (2.5, 250)])
 def test_epochs_bound_the_groups_of_all_sources_together(epochs: float, num_groups: int) -> None:
-    sources = [{"name": "a", "prompts": "a.jsonl", "weight": 3}, {"name": "b", "prompts": "b.jsonl"}]
+    sources: list[dict[str, Any]] = [
+        {"name": "a", "prompts": "a.jsonl", "weight": 3},
+        {"name": "b", "prompts": "b.jsonl"},
+    ]
     for data, lengths in (({"prompts": "a.jsonl"}, [100]), ({"sources": sources}, [40, 60])):
         config = parse_config({**RUN, "data": data, "run": {"total_epochs": epochs}}, Path("/c"))
         assert FixedOrder(config, lengths).num_groups == num_groups
@@ -90,7 +93,10 @@ async def test_each_source_has_the_order_of_a_run_of_it_alone(
         name: [task.prompt.text for task in await taken(tasks_of(tmp_path, tokenizer, prompts=f"{name}.jsonl"), groups)]
         for name, groups in (("a", range(30)), ("b", range(10)))
     }
-    sources = [{"name": "a", "prompts": "a.jsonl", "weight": 3}, {"name": "b", "prompts": "b.jsonl"}]
+    sources: list[dict[str, Any]] = [
+        {"name": "a", "prompts": "a.jsonl", "weight": 3},
+        {"name": "b", "prompts": "b.jsonl"},
+    ]
     both = [task.prompt.text for task in await taken(tasks_of(tmp_path, tokenizer, sources=sources), range(40))]
     assert [text for text in both if text.startswith("a")] == alone["a"]
     assert [text for text in both if text.startswith("b")] == alone["b"]

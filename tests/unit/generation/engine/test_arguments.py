@@ -72,13 +72,14 @@ def test_every_argument_of_the_installed_vllm_is_ours_refused_or_allowed() -> No
     """An upgrade of vLLM puts each new argument into one of the tables."""
     tables = [set(OWN_ARGS), set(REFUSED_ARGS), set(ALLOWED_ARGS)]
     package = importlib.util.find_spec("vllm")
+    assert package is not None and package.submodule_search_locations is not None
     source = Path(package.submodule_search_locations[0], "engine", "arg_utils.py").read_text()
     names = {
         line.target.id
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for line in node.body
-        if isinstance(line, ast.AnnAssign)
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
     }
     assert names == set.union(*tables)
     assert sum(map(len, tables)) == len(names)

@@ -29,7 +29,8 @@ def _vllms_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def expanded(values: torch.Tensor, replace_to: int = 0) -> list[float]:
     """The values of three requests with two drafts, none and one."""
     end_B = torch.tensor([2, 2, 3], dtype=torch.int32)
-    return rejection_sampler.expand_batch_to_tokens(values, end_B, 3, replace_to=replace_to).tolist()
+    expanded_T: torch.Tensor = rejection_sampler.expand_batch_to_tokens(values, end_B, 3, replace_to=replace_to)
+    return [float(value) for value in expanded_T]
 
 
 def test_every_request_has_its_own_temperature_and_cut() -> None:

@@ -149,11 +149,11 @@ async def test_the_turns_add_up_to_what_the_engine_saw(name: str) -> None:
     task.play.turn_tokens = limit
     original = engine.generate
 
-    async def cut_second(request_id: str, ids: list[int], sampling: api.EngineSampling) -> Completion:
+    async def cut_second(request_id: str, prompt_token_ids: list[int], sampling: api.EngineSampling) -> Completion:
         # As a turn_tokens of 4 does, to this turn alone.
         task.play.turn_tokens = 4 if len(engine.sampled) == 1 else limit
         most = api.EngineSampling(max_tokens=min(sampling.max_tokens, task.play.turn_tokens))
-        return await original(request_id, ids, most)
+        return await original(request_id, prompt_token_ids, most)
 
     engine.generate = cut_second  # type: ignore[method-assign]
     rollout = await finished(driver, in_flight)

@@ -41,7 +41,8 @@ REPLIES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.d
 
 def use(reply: Reply) -> None:
     """All that the service does with a reply, up to the messages that leave it."""
-    for question in ({"arguments": {}}, {"function": "step"}):
+    questions: list[dict[str, Any]] = [{"arguments": {}}, {"function": "step"}]
+    for question in questions:
         try:
             values = values_in(reply, question)
         except CallError:
