@@ -287,7 +287,7 @@ async def test_ten_thousand_sessions_with_cuts_leave_nothing() -> None:
                 state_json = (await environment.reset(task, 10.0)).state_json
                 if not state_json:
                     return "failed"
-                reply = await environment.step(StepRequest(state_json=state_json, action="8"), 10.0)
+                reply = await environment.step(StepRequest(state_json=state_json, action="8"), 10.0, task.task_json)
             except asyncio.CancelledError:
                 if state_json:
                     environment.hand_over(state_json, nobody_goes_on)
