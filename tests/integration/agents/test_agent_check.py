@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from gspo.agents.check import check
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.reward.sandbox import levels
+from gspo.reward.sandbox import syscalls
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -77,7 +78,7 @@ def test_a_machine_without_namespaces_is_refused_as_for_reward_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent_file(tmp_path, "async def play(task): ...")
-    monkeypatch.setattr(levels.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
     error = refused({"path": "agent.py"}, tmp_path)
     assert error.where == "reward.sandbox_minimum"
     assert error.rule.startswith(
@@ -88,10 +89,10 @@ def test_a_machine_without_namespaces_is_refused_as_for_reward_functions(
 
 def test_a_machine_without_seccomp_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> bytes:
-        raise levels.syscalls.FilterUnavailableError("libseccomp cannot be loaded")
+        raise syscalls.FilterUnavailableError("libseccomp cannot be loaded")
 
     agent_file(tmp_path, "async def play(task): ...")
-    monkeypatch.setattr(levels.syscalls, "agent_filter_bytes", missing)
+    monkeypatch.setattr(syscalls, "agent_filter_bytes", missing)
     assert "libseccomp cannot be loaded" in refused({"path": "agent.py"}, tmp_path).rule
 
 

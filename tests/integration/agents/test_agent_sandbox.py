@@ -146,7 +146,7 @@ async def test_a_hostile_agent_finds_nothing_outside(
         ports = (coordinator, redis.port, gateway, 22, 80)
         closed = [(host, port) for host in ("127.0.0.1", own) for port in ports] + [("1.1.1.1", 53), ("8.8.8.8", 443)]
         hidden = [str(run_dir / "config.yaml"), str(tmp_path / "other"), "/etc/passwd", "/etc/shadow", "/root/.ssh/x"]
-        columns = {"closed": closed, "hidden": hidden, "pid": os.getpid()}
+        columns: dict[str, Any] = {"closed": closed, "hidden": hidden, "pid": os.getpid()}
         assert await sandboxes.play(task(**columns)) == 0.0, capsys.readouterr().out
     assert "finds: []" in capsys.readouterr().out
 

@@ -11,7 +11,7 @@ import itertools
 import re
 import uuid
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -122,7 +122,7 @@ class Agent(RuleBasedStateMachine):
         self.run(self.store.open(task, 0, LENGTHS["rollout_length"]))
         session = self.run(self.store.lease("worker"))
         assert session is not None
-        self.session, self.renderer = session, SessionRenderer(TemplateRenderer())  # type: ignore[arg-type]
+        self.session, self.renderer = session, SessionRenderer(TemplateRenderer())
         self.numbers = itertools.count(1)
         self.sent: list[list[Message]] = []
         self.histories: list[list[Message]] = [[ASKED]]
@@ -130,7 +130,7 @@ class Agent(RuleBasedStateMachine):
         self.finished: list[Asked] = []
         self.is_plain = True
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Awaitable[T]) -> T:
         """The result of a coroutine."""
         return self.loop.run_until_complete(work)
 
@@ -265,7 +265,7 @@ class Agent(RuleBasedStateMachine):
 def test_the_branches_are_exactly_what_was_sampled(redis_url: str, tmp_path: Path) -> None:
     Agent.url, Agent.folder = redis_url, tmp_path
     few = settings(stateful_step_count=25, suppress_health_check=list(HealthCheck))
-    run_state_machine_as_test(Agent, settings=few)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(Agent, settings=few)
 
 
 def test_of_answers_that_differ_in_white_space_the_engine_has_the_one_that_the_client_sent(

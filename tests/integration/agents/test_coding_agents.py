@@ -146,7 +146,10 @@ async def test_requests_of_the_shape_of_claude_codes_are_one_conversation(redis_
             counted = await worker.http.post("/v1/messages/count_tokens?beta=true", json=count, headers=headers)
             (text, call), end = await ask_claude(worker, body)
             assert (call["name"], call["input"]["command"], end["stop_reason"]) == ("Bash", WRITTEN, "tool_use")
-            plain = {"role": "user", "content": [{**block, "cache_control": None} for block in first["content"]]}
+            plain: dict[str, Any] = {
+                "role": "user",
+                "content": [{**block, "cache_control": None} for block in first["content"]],
+            }
             for block in plain["content"]:
                 del block["cache_control"]
             result = {"type": "tool_result", "tool_use_id": call["id"], "content": "4711", "is_error": False}
@@ -264,7 +267,7 @@ async def played(
 ) -> Rollout:
     """A rollout that the program has played in a sandbox of the run; `otherwise` is what follows where it fails."""
     sections: dict[str, Any] = {"algorithm": LENGTHS, "gateway": {"tool_parser": "hermes"}}
-    agent = {
+    agent: dict[str, Any] = {
         "command": ["sh", "play.sh"],
         "reads": [str(play_file(tmp_path, name, otherwise)), str(program)],
         "workers": 1,

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import anthropic
 import httpx
@@ -21,6 +21,7 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessage
 from transformers import AutoTokenizer
 
 from gspo.agents.player.task import Task
@@ -35,12 +36,13 @@ from tests.integration.generation.conftest import SharedEngine
 from tests.integration.generation.test_engine import Reference
 from tests.support.started_gateway import TOKENIZER, Gateway, SpeakingEngine, started_gateway
 from tests.support.tiny_model import make_tiny_model
+from tests.support.typed.redis_entries import stream_entries
 from tests.support.weights import stage
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 AGENT = {"external": True, "lease_s": 30.0, "answer_tokens": 40}
 LENGTHS = {"prompt_length": 128, "response_length": 384, "rollout_length": 768}
-FIRST = {"role": "user", "content": "Count to three."}
+FIRST: Any = {"role": "user", "content": "Count to three."}
 TEMPERATURE = 0.9
 
 
@@ -117,9 +119,9 @@ class AgentRun:
 
     async def next_entry(self, stream: str, message: Callable[[bytes], Any], timeout_s: float = 20.0) -> Any:
         async with asyncio.timeout(timeout_s):
-            while not (entries := await self.redis.xrange(stream, count=1)):
+            while not (entries := await stream_entries(self.redis, stream)):
                 await asyncio.sleep(0.05)
-        ((entry, fields),) = entries
+        entry, fields = entries[0]
         await self.redis.xdel(stream, entry)
         return message(fields[b"d"])
 
@@ -230,14 +232,15 @@ async def test_every_api_continues_what_another_one_began(run: AgentRun) -> None
     await run.issue()
     worker = await run.lease()
     first = await worker.chat(FIRST)
-    then = {"role": "user", "content": "And now?"}
+    then: Any = {"role": "user", "content": "And now?"}
     message = await worker.anthropic.messages.create(model="policy", max_tokens=20, messages=[FIRST, first, then])
-    second = {"role": "assistant", "content": "".join(block.text for block in message.content if block.type == "text")}
+    text = "".join(block.text for block in message.content if block.type == "text")
+    second: Any = {"role": "assistant", "content": text}
     async with worker.anthropic.messages.stream(
         model="policy", max_tokens=20, messages=[FIRST, first, then, second, then]
     ) as stream:
-        third = {"role": "assistant", "content": "".join([text async for text in stream.text_stream])}
-    history = [FIRST, first, then, second, then, third, then]
+        third: Any = {"role": "assistant", "content": "".join([part async for part in stream.text_stream])}
+    history: list[Any] = [FIRST, first, then, second, then, third, then]
     response = await worker.openai.responses.create(model="policy", input=history, max_output_tokens=20)
     chunks = await worker.openai.chat.completions.create(
         model="policy",
@@ -469,7 +472,7 @@ async def test_a_tool_call_comes_back_in_the_clients_form_and_continues(
     async with started_run(speaking, redis_url, tmp_path / "run", model=folder, **sections) as run:
         await run.issue()
         worker = await run.lease()
-        reply = await worker.openai.chat.completions.create(model="policy", messages=[FIRST], tools=[tool])  # type: ignore[list-item]
+        reply = await worker.openai.chat.completions.create(model="policy", messages=[FIRST], tools=[tool])
         message = reply.choices[0].message
         (call,) = message.tool_calls or []
         result = {"role": "tool", "tool_call_id": call.id, "content": "23"}
@@ -488,8 +491,8 @@ async def test_a_tool_call_comes_back_in_the_clients_form_and_continues(
         }
         first = await worker.anthropic.messages.create(messages=[FIRST], **asked)
         (block,) = [block for block in first.content if block.type == "tool_use"]
-        answer = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "23"}]}
-        content = [block.model_dump(exclude_none=True) for block in first.content]
+        answer: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "23"}]}
+        content: Any = [block.model_dump(exclude_none=True) for block in first.content]
         await worker.anthropic.messages.create(
             messages=[FIRST, {"role": "assistant", "content": content}, answer], **asked
         )
@@ -543,15 +546,20 @@ async def test_calls_that_are_written_badly_continue(
             await run.issue()
             worker = await run.lease()
             chat = worker.openai.chat.completions
+            message: ChatCompletionMessage
             if is_streamed:
                 async with chat.stream(messages=[FIRST], **asked) as stream:
                     message = (await stream.get_final_completion()).choices[0].message
             else:
                 message = (await chat.create(messages=[FIRST], **asked)).choices[0].message
-            calls = message.tool_calls or []
+            calls: Any = message.tool_calls or []
             read.append((message.content or "", [call.function.arguments for call in calls]))
             answer = [{"role": "tool", "tool_call_id": call.id, "content": "1"} for call in calls]
-            history = [FIRST, message.model_dump(exclude_none=True), *(answer or [{"role": "user", "content": "So?"}])]
+            history: list[Any] = [
+                FIRST,
+                message.model_dump(exclude_none=True),
+                *(answer or [{"role": "user", "content": "So?"}]),
+            ]
             await chat.create(messages=history, **asked)
             await worker.finish()
             rollout = await run.rollout()
@@ -608,7 +616,7 @@ async def test_a_worker_plays_until_the_run_ends(generator: SharedEngine, redis_
         played.append(task)
         number = len(played)
         async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-            await client.chat.completions.create(model=task.model, messages=task.messages, max_tokens=4)
+            await client.chat.completions.create(model=task.model, messages=cast(Any, task.messages), max_tokens=4)
         if number == 1:
             raise ValueError("no luck")
         if number == 2:
@@ -672,7 +680,7 @@ async def test_whatever_an_agent_gives_ends_its_own_rollout_alone(run: AgentRun)
     async def agent(task: Task) -> Any:
         result, kinds[task.id] = next(results)
         async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-            await client.chat.completions.create(model=task.model, messages=task.messages, max_tokens=2)
+            await client.chat.completions.create(model=task.model, messages=cast(Any, task.messages), max_tokens=2)
         if isinstance(result, BaseException):
             raise result
         return result
@@ -711,7 +719,8 @@ async def test_the_agents_temperature_is_that_of_the_rollout(
         assert message.usage.output_tokens
         await worker.finish()
         rollout = await run.rollout()
-        assert (rollout.num_turns, rollout.temperature) == (2, pytest.approx(1.7))
+        assert rollout.num_turns == 2
+        assert rollout.temperature == pytest.approx(1.7)
         assert_log_probs(rollout, {generator.engine.version: generator.folder}, 1.7)
 
 

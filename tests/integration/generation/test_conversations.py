@@ -31,6 +31,7 @@ from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import OUTCOME_ENVIRONMENT_DONE, GroupTask, Play, Prompt, Rollout, Sampling
 from tests.support.chat_templates import THOUGHT, TOKENIZERS
 from tests.support.tiny_model import make_tiny_model
+from tests.support.typed.gradients import backward
 
 VERSION, TURN_TOKENS = 5, 40
 PROMPT = [{"role": "user", "content": "Guess"}]
@@ -75,7 +76,7 @@ async def policy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Taug
             seen[request_id] = output
             yield output
 
-    engine._llm.generate = spied  # type: ignore[method-assign]
+    engine._llm.generate = spied
     yield TaughtPolicy(engine, model, seen)
     await engine.stop()
 
@@ -108,7 +109,7 @@ def learn_by_heart(folder: Path, rows: list[list[int]]) -> PreTrainedModel:
         if loss < 0.012:
             break
         optimizer.zero_grad()
-        loss.backward()
+        backward(loss)
         optimizer.step()
     assert loss < 0.03, f"the policy did not learn its conversation: loss {loss:.3f}"
     model.save_pretrained(folder)

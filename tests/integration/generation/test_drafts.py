@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -212,8 +212,9 @@ async def test_an_answer_ends_at_its_last_token_though_more_drafts_were_accepted
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.5), ("top_k", 3), ("min_p", 0.1)])
 async def test_a_cut_distribution_is_refused(drafting: SharedEngine, key: str, value: float) -> None:
+    changed: dict[str, Any] = {key: value}
     with pytest.raises(ValueError, match=rf"{key} is not supported with generation\.draft_tokens"):
-        await drafting.engine.generate("cut", PROMPTS[0], replace(EngineSampling(4), **{key: value}))
+        await drafting.engine.generate("cut", PROMPTS[0], replace(EngineSampling(4), **changed))
     assert (await drafting.engine.generate("next", PROMPTS[0], EngineSampling(4, ignore_eos=True))).token_ids
 
 

@@ -29,7 +29,7 @@ REQUEST = StepRequest(environment="game", state_json="1", action="a")
 
 
 class Replica(reward_pb2_grpc.RewardServicer):
-    """Answers steps at once, after a while, or by a refusal."""
+    """Answers steps at once, after a while, or by a refusal; no other calls."""
 
     def __init__(self, name: str) -> None:
         self.name, self.num_steps, self.hangs = name, 0, False
@@ -42,6 +42,10 @@ class Replica(reward_pb2_grpc.RewardServicer):
         if self.hangs:
             await asyncio.sleep(600)
         return EnvironmentReply(state_json=request.state_json, version=self.name)
+
+
+def make_replica(name: str) -> Replica:
+    return Replica(name)  # type: ignore[abstract]
 
 
 @asynccontextmanager
@@ -77,7 +81,7 @@ async def environments(redis_url: str, tmp_path: Path) -> AsyncIterator[Environm
 async def test_a_step_goes_to_another_replica_when_its_own_is_gone(
     redis: Redis, keys: Keys, environments: EnvironmentClient
 ) -> None:
-    hanging, other = Replica("a"), Replica("b")
+    hanging, other = make_replica("a"), make_replica("b")
     hanging.hangs = True
     following = asyncio.create_task(environments.run())
     async with registered(redis, keys, hanging):
@@ -95,7 +99,7 @@ async def test_a_step_goes_to_another_replica_when_its_own_is_gone(
 async def test_a_step_of_a_replica_that_hangs_without_a_heartbeat_is_repeated_elsewhere(
     redis: Redis, keys: Keys, environments: EnvironmentClient
 ) -> None:
-    hanging, other = Replica("a"), Replica("b")
+    hanging, other = make_replica("a"), make_replica("b")
     hanging.hangs = True
     async with registered(redis, keys, hanging) as beating:
         step = asyncio.create_task(environments.step(REQUEST, 1.0))
@@ -109,7 +113,7 @@ async def test_a_step_of_a_replica_that_hangs_without_a_heartbeat_is_repeated_el
 
 
 async def test_calls_are_spread_over_the_replicas(redis: Redis, keys: Keys, environments: EnvironmentClient) -> None:
-    replicas = [Replica("a"), Replica("b")]
+    replicas = [make_replica("a"), make_replica("b")]
     async with registered(redis, keys, replicas[0]), registered(redis, keys, replicas[1]):
         await asyncio.gather(*(environments.step(REQUEST, 1.0) for _ in range(20)))
     assert [replica.num_steps for replica in replicas] == [10, 10]
@@ -118,7 +122,7 @@ async def test_calls_are_spread_over_the_replicas(redis: Redis, keys: Keys, envi
 async def test_a_refusal_that_holds_on_every_replica_fails_at_once(
     redis: Redis, keys: Keys, environments: EnvironmentClient
 ) -> None:
-    replica = Replica("a")
+    replica = make_replica("a")
     replica.refuses = (grpc.StatusCode.NOT_FOUND, "it was never submitted")
     async with registered(redis, keys, replica):
         failure = (await environments.step(REQUEST, 1.0)).failure
@@ -132,7 +136,7 @@ async def test_a_step_that_no_replica_answers_fails_with_the_reason(
     failure = (await environments.step(REQUEST, 0.1)).failure
     assert failure.kind == "unreachable"
     assert failure.text == "no reward service answered a step in 0.3 s: none is registered"
-    replica = Replica("a")
+    replica = make_replica("a")
     replica.refuses = (grpc.StatusCode.UNAVAILABLE, "overloaded")
     # Enough for a connection and several refusals.
     monkeypatch.setattr(environment_client, "REACH_TIMEOUT_S", 2.0)

@@ -91,12 +91,8 @@ async def test_an_answer_continues_under_new_weights(gateway: Gateway, tmp_path:
     # Made before the answers, which go on meanwhile.
     folder = make_tiny_model(tmp_path / "new", seed=20 + before, scale=4.0)
     stage(shared.copies, folder)
-    asking = [
-        asyncio.create_task(
-            gateway.openai.chat.completions.with_raw_response.create(messages=MESSAGES, seed=number + 1, **sampling)
-        )
-        for number in range(8)
-    ]
+    raw: Any = gateway.openai.chat.completions.with_raw_response
+    asking = [asyncio.create_task(raw.create(messages=MESSAGES, seed=number + 1, **sampling)) for number in range(8)]
     async with asyncio.timeout(60):
         while shared.engine.num_running < len(asking) // 2:  # some may end early
             await asyncio.sleep(0.01)
@@ -157,10 +153,10 @@ async def test_unknown_models_paths_and_callers_are_refused(gateway: Gateway) ->
     for client in (gateway.openai.with_options(api_key="other"), gateway.anthropic.with_options(api_key="other")):
         with pytest.raises(Exception, match="the shared token is missing or wrong"):
             await client.models.list()
-    async with httpx.AsyncClient(headers={"x-api-key": gateway.anthropic.api_key or ""}) as client:
-        huge = await client.post(f"http://{gateway.address}/v1/messages", json={"messages": "x" * 17_000_000})
+    async with httpx.AsyncClient(headers={"x-api-key": gateway.anthropic.api_key or ""}) as caller:
+        huge = await caller.post(f"http://{gateway.address}/v1/messages", json={"messages": "x" * 17_000_000})
         assert huge.status_code == 413
-        assert (await client.get(f"http://{gateway.address}/v1/files")).status_code == 404
+        assert (await caller.get(f"http://{gateway.address}/v1/files")).status_code == 404
 
 
 class EndlessEngine(SpeakingEngine):
@@ -176,7 +172,8 @@ class EndlessEngine(SpeakingEngine):
         """It never returns."""
         self.num_running += 1
         try:
-            return await asyncio.get_running_loop().create_future()
+            never: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            return await never
         finally:
             self.num_running -= 1
 
@@ -210,7 +207,7 @@ async def test_a_tool_call_reaches_clients_in_their_own_form(
 ) -> None:
     add = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 22}}\n</tool_call>'
     engine: Any = SpeakingEngine(add)
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     tool: Any = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": schema}}
     shared = replace(generator, engine=engine)
     keys = {"model_name": "student", "tool_parser": "hermes"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
@@ -16,6 +17,7 @@ from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout
 from tests.support.push_peers import StandInEngine, run_config, service_of
 from tests.support.service_process import make_run
+from tests.support.typed.redis_entries import payloads
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 NUM_GROUPS = 6
@@ -44,9 +46,9 @@ async def test_a_generator_without_the_weights_leaves_its_tasks_to_others_until_
     monkeypatch.setattr(loop_module, "_WEIGHTS_PATIENCE_S", 0.2)
     config = run_config(tmp_path, make_run)
     services = [service_of(f"generation-{n}", config, redis_url) for n in range(2)]
-    engines = [StandInEngine(), StandInEngine()]
+    engines: list[Any] = [StandInEngine(), StandInEngine()]
     old, new = (
-        GenerationLoop(service, engine, StandInDriver(engine))
+        GenerationLoop(service, engine, cast(Any, StandInDriver(engine)))
         for service, engine in zip(services, engines, strict=True)
     )
     working = [asyncio.create_task(old.run())]
@@ -82,7 +84,7 @@ async def rollouts(redis: Redis, keys: Keys, num: int) -> None:
     """Wait for so many rollouts under version 1, each once, and remove them."""
     while await redis.xlen(keys.rollouts) < num:
         await asyncio.sleep(0.02)
-    results = [Rollout.FromString(fields[b"d"]) for _, fields in await redis.xrange(keys.rollouts)]
+    results = [Rollout.FromString(payload) for payload in await payloads(redis, keys.rollouts)]
     assert len({(rollout.group, rollout.number) for rollout in results}) == len(results) == num
     assert {version for rollout in results for version in rollout.version} == {1}
     await redis.delete(keys.rollouts)

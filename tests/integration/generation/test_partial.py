@@ -32,6 +32,7 @@ from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout, RolloutState, Sam
 from tests.support.push_peers import SHAPES, policy, service_of
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tokenizer
+from tests.support.typed.redis_entries import payloads
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 LENGTH, SAVE_TOKENS, PROMPT = 120, 32, [1, 4, 50, 5]
@@ -104,7 +105,7 @@ async def finished(redis: Redis, keys: Keys, num: int) -> list[Rollout]:
         await asyncio.sleep(0.01)
     while await redis.xlen(keys.prompts) + await redis.xlen(keys.paused_prompts):
         await asyncio.sleep(0.01)
-    rollouts = [Rollout.FromString(fields[b"d"]) for _, fields in await redis.xrange(keys.rollouts)]
+    rollouts = [Rollout.FromString(payload) for payload in await payloads(redis, keys.rollouts)]
     assert len({(rollout.group, rollout.number) for rollout in rollouts}) == len(rollouts) == num
     return rollouts
 
@@ -193,7 +194,8 @@ async def test_a_generator_that_stops_saves_its_rollouts_and_returns_their_tasks
     await generator.end()
     assert (await redis.xpending(keys.prompts, "generation"))["pending"] == 0
     assert await redis.xlen(keys.prompts) == 1
-    states = [RolloutState.FromString(state) for state in await redis.hvals(keys.partial)]
+    saved: Any = await redis.hvals(keys.partial)
+    states = [RolloutState.FromString(state) for state in saved]
     assert len(states) == 4
     assert all(len(state.token_ids) >= min(sampled.values()) and state.delivery == 0 for state in states)
 

@@ -127,7 +127,7 @@ async def test_the_runs_own_agent_plays(generator: SharedEngine, redis_url: str,
 async def test_a_program_plays(generator: SharedEngine, redis_url: str, tmp_path: Path) -> None:
     path = tmp_path / "play.sh"
     path.write_text(PROGRAM)
-    keys = {"command": ["sh", "play.sh"], "reads": [str(path)]}
+    keys: dict[str, Any] = {"command": ["sh", "play.sh"], "reads": [str(path)]}
     async with playing(generator, redis_url, tmp_path / "run", **keys) as (run, _):
         await run.issue(num_rollouts=2)
         for rollout in [await run.rollout(), await run.rollout()]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
@@ -49,6 +50,10 @@ from gspo_proto.rollout_pb2 import (
 from tests.integration.generation.test_engine import Reference
 from tests.support.service_process import assert_on_loopback_alone, make_run, registered, service_process, wait_exit
 from tests.support.tiny_model import make_tiny_model
+from tests.support.typed.redis_entries import payloads, stream_entries
+
+if TYPE_CHECKING:
+    from gspo_proto.generation_pb2_grpc import GenerationAsyncStub
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -59,7 +64,7 @@ class RunningGenerator:
     redis: Redis
     keys: Keys
     instance: Instance
-    stub: GenerationStub
+    stub: GenerationAsyncStub
     policy: PolicyWeights
     process: subprocess.Popen[bytes]
 
@@ -113,7 +118,7 @@ async def rollouts(running: RunningGenerator, num: int, timeout_s: float = 60) -
     while await running.redis.xlen(running.keys.rollouts) < num:
         assert time.monotonic() < deadline, f"{await running.redis.xlen(running.keys.rollouts)} of {num} rollouts"
         await asyncio.sleep(0.02)
-    entries = await running.redis.xrange(running.keys.rollouts)
+    entries = await stream_entries(running.redis, running.keys.rollouts)
     await running.redis.xdel(running.keys.rollouts, *(entry for entry, _ in entries))
     return [Rollout.FromString(fields[b"d"]) for _, fields in entries]
 
@@ -125,7 +130,7 @@ async def push(
     header = update.header(running.config.name, epoch, "")
     async with open_channel(running.instance.grpc) as channel:
         replica = GeneratorReplica(running.instance, channel, ())
-        result, _ = await replica.push(header, update, limit_s=60, on_sent=lambda: None)
+        result, _ = await replica.push(header, aiter(update), limit_s=60, on_sent=lambda: None)
     return result
 
 
@@ -292,9 +297,10 @@ async def named(process: subprocess.Popen[bytes], redis: Redis, keys: Keys, name
 async def saved_states(redis: Redis, keys: Keys, group: int) -> dict[int, RolloutState]:
     """The saved states of a group's rollouts, once two or more have tokens."""
     while True:
+        saved: Any = await redis.hgetall(keys.partial)
         states = {
             int(rollout_key.decode().partition("-")[2]): RolloutState.FromString(state)
-            for rollout_key, state in (await redis.hgetall(keys.partial)).items()
+            for rollout_key, state in saved.items()
             if rollout_key.startswith(f"{group}-".encode()) and state != DONE
         }
         if len(states) > 1:
@@ -306,9 +312,9 @@ async def test_a_prompt_that_the_engine_refuses_fails_its_group_with_the_reason(
     refused = task(300)
     refused.prompt.token_ids[:] = [4] * 500
     await append(running.redis, running.keys.prompts, [refused.SerializeToString()])
-    while not (entries := await running.redis.xrange(running.keys.scored)):
+    while not (scored := await payloads(running.redis, running.keys.scored)):
         await asyncio.sleep(0.05)
-    assert b"generation: request" in entries[0][1][b"d"]
+    assert b"generation: request" in scored[0]
     assert await running.redis.xlen(running.keys.dead) == 1
 
 

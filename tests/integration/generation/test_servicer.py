@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -35,7 +36,8 @@ async def test_a_generate_call_that_its_caller_cancels_leaves_no_request_in_the_
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=7)
     tokenizer = make_tokenizer()
     driver = RolloutDriver(engine, tokenizer, config.generation, Episodes(EnvironmentClient(service), tokenizer))
-    servicer = GenerationGrpcServicer(service, engine, copies, driver, IdleLoop())
+    loop: Any = IdleLoop()
+    servicer = GenerationGrpcServicer(service, engine, copies, driver, loop)
     server = GrpcServer(
         GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),
         host="127.0.0.1",

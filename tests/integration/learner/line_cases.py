@@ -25,6 +25,7 @@ from tests.integration.learner.rank_cases import run_case
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training import figure_cases
 from tests.support.training.rollout_rows import make_config, make_rows, train
+from tests.support.typed.gradients import backward
 
 # Longest first. 66 and 641 tokens are no multiple of 4, 3 are fewer than 4 ranks, and torch's own attention is for
 # rollouts longer than 512.
@@ -84,7 +85,7 @@ def figures(policy: PolicyModel, lengths: list[int]) -> tuple[Tensor, Tensor]:
     target_N, weight_2N = torch.randint(3, 90, state_N.shape), torch.randn(2, len(state_N))
     policy.zero_grad()
     both_2N = torch.stack(policy(token_1S, PackedRollouts.of(lengths, 256), state_N, target_N))
-    (both_2N * weight_2N).sum().backward()
+    backward((both_2N * weight_2N).sum())
     trained = [p for p in policy.parameters() if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     return both_2N.detach(), torch.cat([gradient.flatten() for gradient in gradients])

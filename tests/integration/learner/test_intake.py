@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gspo.cli.dead_letters import letters
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import Delivery, append
 from gspo.common.streams.keys import LEARNER, Keys
@@ -26,6 +25,7 @@ from gspo_proto.rollout_pb2 import GroupFailure, Scored
 from tests.support.push_peers import service_of
 from tests.support.service_process import make_run
 from tests.support.training.learner_feed import scored
+from tests.support.typed.redis_entries import dead_letters
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -52,9 +52,9 @@ class RunningIntake:
         intake = self._intake()
         asked, take = asyncio.Event(), intake._inbox.take
 
-        async def noted(most: int, block_s: float) -> list[Delivery]:
+        async def noted(count: int, block_s: float) -> list[Delivery]:
             asked.set()
-            return await take(most, min(block_s, 0.05))
+            return await take(count, min(block_s, 0.05))
 
         intake._inbox.take = noted  # type: ignore[method-assign]
         running = asyncio.create_task(intake.run())
@@ -112,14 +112,14 @@ async def test_a_rollout_that_does_not_fit_is_a_dead_letter(intake: RunningIntak
     before = skipped("malformed")
     # A failed rollout replaces it, so that the group does not wait.
     assert await intake.take(malformed.SerializeToString(), *(scored(5, number, 0) for number in (1, 2, 3))) == 4
-    (dead,) = await letters(redis, keys)
-    assert (dead.letter.group, dead.letter.number, dead.letter.stream) == (5, 0, "scored")
-    assert "have lengths" in dead.letter.reason
+    (dead,) = await dead_letters(redis, keys)
+    assert (dead.group, dead.number, dead.stream) == (5, 0, "scored")
+    assert "have lengths" in dead.reason
     assert skipped("malformed") == before + 1
     ended = intake.assembler.next_batch(0, {5: 0}, num_groups=3)
     assert isinstance(ended, Batch)
     (failed,) = [row for row in ended.rows if row.skipped]
-    assert (failed.number, failed.failure) == (0, dead.letter.reason)
+    assert (failed.number, failed.failure) == (0, dead.reason)
 
 
 async def test_a_group_or_number_that_was_never_issued_is_a_dead_letter(
@@ -132,7 +132,7 @@ async def test_a_group_or_number_that_was_never_issued_is_a_dead_letter(
         scored(8, 0, 0), failure.SerializeToString(), no_such_number.SerializeToString(), scored(5, 0, 0)
     )
     assert num_pending == 1
-    assert [dead.letter.reason for dead in await letters(redis, keys)] == [
+    assert [dead.reason for dead in await dead_letters(redis, keys)] == [
         "group 8 was never issued",
         "group 9 was never issued",
         "rollout 5-4: number 4 of 4, and a group of this run has 4",
@@ -149,8 +149,8 @@ async def test_an_entry_that_several_learners_died_over_fails_its_group(
         assert await intake.take() == 1
     intake.assembler._groups.clear()
     assert await intake.take() == 0
-    (dead,) = await letters(redis, keys)
-    assert (dead.letter.group, dead.letter.num_deliveries) == (5, 4)
+    (dead,) = await dead_letters(redis, keys)
+    assert (dead.group, dead.num_deliveries) == (5, 4)
     ended = intake.assembler.next_batch(0, {5: 0})
     assert [(group.group, group.settlement) for group in ended.settled] == [(5, GroupEnding.FAILED)]
     assert "3 learners" in ended.settled[0].reason

@@ -10,6 +10,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -150,7 +151,7 @@ async def test_groups_left_open_at_the_end_are_unused_until_a_resume_and_a_faile
         await feeder.feed(range(3, 9), 0)
         # Scorers still have a rollout of each of three groups, which end as trained, failed and unused.
         await redis.set(keys.redis_epoch, "first")
-        reports = {"3-9": "5 5 1 1-0:1", "2-9": "20 20 1 1-0:1", "8-9": "30 30 1 1-0:1"}
+        reports: dict[Any, Any] = {"3-9": "5 5 1 1-0:1", "2-9": "20 20 1 1-0:1", "8-9": "30 30 1 1-0:1"}
         await redis.hset(keys.rollout_tokens, mapping=reports)
         await redis.hincrby(keys.tokens, "in_flight", 55)
         await feeder.event("training_done")
@@ -259,7 +260,7 @@ async def test_progress_counts_a_group_as_settled_only_with_the_version_made_of_
         instance = await registered(process, redis, keys, "learner")
         async with open_channel(instance.grpc) as channel:
             await feeder.feed(range(4), 0)
-            seen = set()
+            seen: set[tuple[int, int] | str] = set()
             while (1, 1) not in seen:
                 progress = await LearnerStub(channel).Progress(ProgressRequest(), timeout=5)
                 seen.add((progress.version, len(progress.settled)))

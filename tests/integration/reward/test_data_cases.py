@@ -50,7 +50,8 @@ async def scored(config: Config, prompts: list[Prompt], text: str) -> list[float
     async with open_library(config.reward, sources=config.sources) as library:
         function = await library.find(config.reward.functions[0].label, "")
         values, _ = await function.score(rollouts, session="")
-    return [value.reason if isinstance(value, Failure) else value.reward for value in values]
+    assert all(values)
+    return [value.reason if isinstance(value, Failure) else value.reward for value in values if value]
 
 
 @pytest.mark.parametrize(

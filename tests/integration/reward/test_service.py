@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
 import pytest
 from redis.asyncio import Redis
 
-from gspo.cli.dead_letters import letters
 from gspo.common.network.grpc_server import token_metadata
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import append
@@ -28,6 +27,10 @@ from gspo_proto.reward_pb2_grpc import RewardStub
 from gspo_proto.rollout_pb2 import Event, Finished, RewardUse, Scored
 from tests.support.reward_rollouts import make_rollout, reward_or_failure
 from tests.support.service_process import log_events, make_run, service_process, wait_exit
+from tests.support.typed.redis_entries import dead_letters
+
+if TYPE_CHECKING:
+    from gspo_proto.reward_pb2_grpc import RewardAsyncStub
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -151,7 +154,7 @@ async def test_grpc_scores_as_the_stream_does(redis: Redis, redis_url: str, keys
             await _play_an_environment(stub, f"http://{instance.http}/v1/rewards")
 
 
-async def _refuses_what_is_too_much(channel: grpc.aio.Channel, stub: RewardStub) -> None:
+async def _refuses_what_is_too_much(channel: grpc.aio.Channel, stub: RewardAsyncStub) -> None:
     many = [make_rollout("2") for _ in range(1025)]
     named = make_rollout("2")
     named.rewards.extend(RewardUse(name=f"f{number}") for number in range(65))
@@ -167,12 +170,12 @@ async def _refuses_what_is_too_much(channel: grpc.aio.Channel, stub: RewardStub)
             True,
         )
     # 400,000 rollouts of four bytes each: refused before they are read.
-    raw = channel.unary_unary("/gspo.Reward/Score", request_serializer=bytes)
+    raw: Any = channel.unary_unary("/gspo.Reward/Score", request_serializer=bytes)
     with pytest.raises(grpc.aio.AioRpcError, match="a message has at most 50000 fields"):
         await raw(b"\x0a\x02\x08\x01" * 400_000, timeout=20)
 
 
-async def _play_an_environment(stub: RewardStub, url: str) -> None:
+async def _play_an_environment(stub: RewardAsyncStub, url: str) -> None:
     async with httpx.AsyncClient(timeout=20) as client:
         body = {"name": "guess", "kind": "environment", "source": ENVIRONMENT}
         version = (await client.post(url, json=body)).json()["version"]
@@ -190,13 +193,13 @@ async def _play_an_environment(stub: RewardStub, url: str) -> None:
     failed = await stub.StepEnvironment(request, timeout=20)
     assert (failed.failure.kind, failed.reward, failed.version) == ("exception", 0.0, version)
     assert "invalid literal for int()" in failed.failure.text
-    for request, code in (
+    for wrong_reset, code in (
         (ResetRequest(environment="gues", task_json="1"), grpc.StatusCode.NOT_FOUND),
         (ResetRequest(environment="guess", task_json="{"), grpc.StatusCode.INVALID_ARGUMENT),
         (ResetRequest(environment="r", task_json="1"), grpc.StatusCode.FAILED_PRECONDITION),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await stub.ResetEnvironment(request, timeout=20)
+            await stub.ResetEnvironment(wrong_reset, timeout=20)
         assert error.value.code() is code
 
 
@@ -348,12 +351,13 @@ async def test_a_rollout_that_every_scorer_was_lost_over_is_a_failure_and_a_dead
     redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
 ) -> None:
     await append(redis, keys.rollouts, [make_rollout("1").SerializeToString()])
-    ((entry, _),) = (await redis.xreadgroup("reward", "lost", {keys.rollouts: ">"}))[0][1]
+    taken: Any = await redis.xreadgroup("reward", "lost", {keys.rollouts: ">"})
+    ((entry, _),) = taken[0][1]
     await redis.xclaim(keys.rollouts, "reward", "lost", 0, [entry], idle=10_000, retrycount=5)
     with reward_service(tmp_path, redis_url, services={"lease_s": 0.6}):
         reason = "handed out 5 times and never finished"
         assert await scored(redis, keys.scored, 1) == {(0, 0): f"{reason}: every scorer that took it was lost"}
-    assert [item.letter.reason for item in await letters(redis, keys)] == [reason]
+    assert [letter.reason for letter in await dead_letters(redis, keys)] == [reason]
 
 
 async def test_sigterm_finishes_what_is_in_hand(redis: Redis, redis_url: str, keys: Keys, tmp_path: Path) -> None:
@@ -395,9 +399,9 @@ async def test_an_entry_that_is_no_rollout_is_a_dead_letter(
             redis, keys.rollouts, [b"\xff\xff", other.SerializeToString(), make_rollout("1").SerializeToString()]
         )
         assert await scored(redis, keys.scored, 1) == {(0, 0): 1.0}
-        dead_letters = [stored.letter for stored in await letters(redis, keys)]
-        assert [letter.payload for letter in dead_letters] == [b"\xff\xff", other.SerializeToString()]
-        assert "schema 99" in dead_letters[1].reason
+        unreadable = await dead_letters(redis, keys)
+        assert [letter.payload for letter in unreadable] == [b"\xff\xff", other.SerializeToString()]
+        assert "schema 99" in unreadable[1].reason
         assert await redis.xlen(keys.rollouts) == 0
 
 

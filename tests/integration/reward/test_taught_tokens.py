@@ -40,6 +40,7 @@ from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model, make_tokenizer
 from tests.support.training.rollout_rows import make_config, make_rows, train
 from tests.support.training.vllm_server import KEY, vllm_server, way_to
+from tests.support.typed.redis_entries import payloads
 
 NAME, MAX_LENGTH, ROWS = "larger", 129, 99
 
@@ -191,9 +192,9 @@ async def scoring(folder: Path, policy: Path, redis_url: str, teacher: dict[str,
 async def scores_of(redis: Redis, keys: Keys, count: int) -> list[Score]:
     """The scores of training rollouts, by number, once there are so many."""
     async with asyncio.timeout(30):
-        while len(entries := await redis.xrange(keys.scored)) < count:
+        while len(entries := await payloads(redis, keys.scored)) < count:
             await asyncio.sleep(0.05)
-    scored = [Scored.FromString(fields[b"d"]).rollout for _, fields in entries]
+    scored = [Scored.FromString(entry).rollout for entry in entries]
     return [entry.score for entry in sorted(scored, key=lambda entry: entry.rollout.number)]
 
 
@@ -223,7 +224,7 @@ async def test_a_server_that_is_down_is_waited_for_and_then_ends_the_run_without
         assert service.activity.what != "teacher"
     assert len(good.teacher_logp) == 2 and reward_or_failure(good) == 4.0
     assert all(-20 < value < 0 for value in good.teacher_logp)
-    assert "the teacher: " in reward_or_failure(foreign) and "Token id 99 is out of vocab" in reward_or_failure(foreign)
+    assert "the teacher: " in foreign.failure and "Token id 99 is out of vocab" in foreign.failure
     assert (foreign.failure_kind, len(foreign.teacher_logp)) == ("exception", 0)
     assert unscored.HasField("failure") and len(unscored.teacher_logp) == 2
 

@@ -79,7 +79,7 @@ def summaries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("slow")
     model = make_tiny_model(folder / "model", seed=3)
     selected = [item for item in request.session.items if item.path == request.path]
-    names = [item.callspec.params["name"] for item in selected if isinstance(item, pytest.Function)]
+    names = [str(item.callspec.params["name"]) for item in selected if isinstance(item, pytest.Function)]
     with ThreadPoolExecutor(len(names)) as threads:
         running = {name: threads.submit(run, folder / name, model, RUNS[name]) for name in names}
         return {name: task.result() for name, task in running.items()}

@@ -109,7 +109,7 @@ def smaller(recipe: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 def test_two_steps(recipe: Path, tmp_path: Path) -> None:
     file, config = smaller(recipe, tmp_path / "recipe")
-    gspo = [sys.executable, "-P", "-m", "gspo.cli"]
+    gspo: list[str | Path] = [sys.executable, "-P", "-m", "gspo.cli"]
     run_to_end([*gspo, "doctor", file])
     command = [*gspo, "run", file, "--plain"]
     if recipe.name == "judge":
@@ -122,8 +122,8 @@ def test_two_steps(recipe: Path, tmp_path: Path) -> None:
             "JUDGE_PORT": str(port),
             "JUDGE_REQUESTS_PER_MINUTE": "600",
         }
-        judge = [sys.executable, "-c", JUDGE, str(judge_port)]
-        limits = [sys.executable, recipe / "judge_server.py"]
+        judge: list[str | Path] = [sys.executable, "-c", JUDGE, str(judge_port)]
+        limits: list[str | Path] = [sys.executable, recipe / "judge_server.py"]
         with server(judge, judge_port), server(limits, port, **variables):
             run_to_end(command)
     else:

@@ -30,6 +30,7 @@ from tests.integration.run.conftest import (
     STEPS,
 )
 from tests.support.gspo_run import WholeRun
+from tests.support.typed.gradients import backward
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -105,7 +106,7 @@ def _plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: 
         parts = [_sequence_loss(model, rows[i], advantages[i]) for i in chosen]
         loss = torch.stack(parts).mean()
         optimizer.zero_grad()
-        loss.backward()
+        backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())

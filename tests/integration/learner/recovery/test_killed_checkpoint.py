@@ -36,8 +36,9 @@ def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before_and_the_log(
         assert list((path / "checkpoints").glob("*.tmp")), "no checkpoint is being written"
     finally:
         ranks = psutil.Process(process.pid).children(recursive=True)
-        for killed in [*ranks, process]:
-            killed.kill()
+        for rank in ranks:
+            rank.kill()
+        process.kill()
         process.wait(30)
         # A rank holds the directory's lock until it has ended.
         psutil.wait_procs(ranks, 30)

@@ -230,7 +230,7 @@ async def test_a_caller_has_one_slot(redis: Redis, tmp_path: Path) -> None:
                 await asyncio.wait_for(four.wait(), 30)
             num_running -= 1
 
-        admitting._run_now = run_now  # type: ignore[method-assign]
+        admitting._run_now = run_now  # type: ignore[assignment]
         for name, callers in (("ann", ["ann"] * 3), ("all", ["ann", "bob", "anonymous", "anonymous"])):
             handed_in = [Submission(name=name, source=f"x = {name!r}, {index}") for index in range(len(callers))]
             await asyncio.gather(*(admitting.admit(*pair) for pair in zip(handed_in, callers, strict=True)))

@@ -193,12 +193,13 @@ async def test_a_trial_shows_scores_output_and_the_functions_own_traceback(redis
         assert "line 3, in <listcomp>" in bad["failure"]["traceback"]
         # Nothing of a trial is counted as a call of a run.
         assert (await client.get("/parts/usage")).json()["usage"][0]["calls"] == 0
-        for body, message in (
+        mistakes: list[tuple[Any, str]] = [
             ({"actions": ["a"]}, "send `rows`"),
             ({"rows": [{"completions": "2"}]}, "rows.0.completion: Field required"),
             ("{", "the body is not JSON: "),
             ([], "the body: is not a JSON object; send one, with content-type: application/json"),
-        ):
+        ]
+        for body, message in mistakes:
             content = body if isinstance(body, str) else json.dumps(body)
             refused = await client.post("/parts/try", content=content, headers={"content-type": "application/json"})
             assert (refused.status_code, message in refused.json()["detail"]) == (422, True), refused.json()

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from gspo.common.errors import InputError
 from gspo.reward.functions.environment_steps import EnvironmentSteps, Turn
 from gspo.reward.functions.library import Function
-from gspo.reward.sandbox import launch, levels, syscalls
+from gspo.reward.sandbox import launch, syscalls
 from gspo.reward.sandbox.calls import Answer, CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.launch import ConfinementLevel
@@ -510,7 +510,7 @@ async def test_no_supervisor_is_left_when_a_sandbox_is_closed(level: Any) -> Non
 
 
 async def test_a_level_below_the_minimum_is_refused_with_the_missing_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(levels.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(InputError, match=r"is bubblewrap, and .* reaches landlock: .*apt-get install bubblewrap"):
         await find_level("bubblewrap")
     assert (await find_level("landlock")).name == "landlock"
@@ -518,7 +518,7 @@ async def test_a_level_below_the_minimum_is_refused_with_the_missing_parts(monke
     def missing(**_: object) -> bytes:
         raise syscalls.FilterUnavailableError("libseccomp cannot be loaded (not found)")
 
-    monkeypatch.setattr(levels.syscalls, "filter_bytes", missing)
+    monkeypatch.setattr(syscalls, "filter_bytes", missing)
     with pytest.raises(InputError, match=r"is landlock, and .* reaches rlimits: .*apt-get install libseccomp2"):
         await find_level("landlock")
 

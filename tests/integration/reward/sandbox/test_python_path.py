@@ -18,7 +18,7 @@ def test_the_sandbox_finds_packages_on_pythonpath(tmp_path: Path) -> None:
     paths = [str(ROOT), str(ROOT / "proto"), str(ROOT / "services"), sysconfig.get_path("purelib")]
     done = subprocess.run(
         # The interpreter behind the virtual environment: without it, none of our packages are importable.
-        [sys._base_executable, "-m", "gspo.reward.sandbox"],
+        [sys._base_executable, "-m", "gspo.reward.sandbox"],  # type: ignore[attr-defined]
         env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(paths)},
         cwd=tmp_path,
         capture_output=True,
