@@ -39,7 +39,7 @@ def fake_report(run_dir: Path, **_facts: Any) -> dict[str, Any]:
     return {"accuracy_before": 0.25, "accuracy_after": 0.75, "steps": 3, "policy_version": 3, "groups": {"trained": 3}}
 
 
-session.service_programs = fake_programs
+session.service_programs = fake_programs  # type: ignore[attr-defined]
 preflight.check_command = fake_check
 training.run_services = functools.partial(training.run_services, services=tuple(os.environ["FAKE_SERVICES"].split()))
 report = ModuleType("gspo.cli.report.writer")

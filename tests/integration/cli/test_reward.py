@@ -76,7 +76,7 @@ def test_a_function_is_submitted_without_a_run_and_found_by_the_next(tmp_path: P
 
 def _version(folder: Path, number: int) -> str:
     (name,) = (folder / ".rewards/names").glob("exact.json")
-    return list(json.loads(name.read_text())["versions"])[number][:12]
+    return str(list(json.loads(name.read_text())["versions"])[number])[:12]
 
 
 def _use(folder: Path, url: str) -> None:

@@ -103,6 +103,11 @@ def gspo(tmp_path: Path) -> Iterator[Gspo]:
     command_line.close()
 
 
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
 def until(condition: Callable[[], object], what: str) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + PATIENCE_S
@@ -201,8 +206,7 @@ def test_kill_9_of_the_command_line_leaves_no_process(gspo: Gspo) -> None:
 
 def test_ctrl_c_stops_says_how_to_resume_and_resumes(gspo: Gspo) -> None:
     process = gspo.start("config.yaml", "--plain", fake="")
-    assert process.stdout is not None
-    until(lambda: "all services are ready" in process.stdout.readline(), "the services")
+    until(lambda: "all services are ready" in line_of(process), "the services")
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, output
@@ -226,8 +230,7 @@ def test_ctrl_c_stops_says_how_to_resume_and_resumes(gspo: Gspo) -> None:
 def test_a_drain_that_takes_too_long_is_given_up(gspo: Gspo) -> None:
     gspo.configure(run={"drain_timeout_s": 1})
     process = gspo.start("config.yaml", "--plain", fake="coordinator:deaf")
-    assert process.stdout is not None
-    until(lambda: "all services are ready" in process.stdout.readline(), "the services")
+    until(lambda: "all services are ready" in line_of(process), "the services")
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, "longer than run.drain_timeout_s (1 s)" in output) == (130, True), output
@@ -236,10 +239,9 @@ def test_a_drain_that_takes_too_long_is_given_up(gspo: Gspo) -> None:
 
 def test_a_second_ctrl_c_ends_everything_at_once(gspo: Gspo) -> None:
     process = gspo.start("config.yaml", "--plain", fake="coordinator:deaf learner:hang learner:child")
-    assert process.stdout is not None
-    until(lambda: "all services are ready" in process.stdout.readline(), "the services")
+    until(lambda: "all services are ready" in line_of(process), "the services")
     process.send_signal(signal.SIGINT)
-    until(lambda: "stopping: up to 60 s" in process.stdout.readline(), "the first answer")
+    until(lambda: "stopping: up to 60 s" in line_of(process), "the first answer")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)  # far below the drain's 60 s, and the 25 s that SIGTERM would be given
     assert process.returncode == 130
@@ -248,8 +250,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(gspo: Gspo) -> None:
 
 def test_a_running_run_is_shown_and_not_shared(gspo: Gspo) -> None:
     process = gspo.start("config.yaml", "--plain", fake="")
-    assert process.stdout is not None
-    until(lambda: "all services are ready" in process.stdout.readline(), "the services")
+    until(lambda: "all services are ready" in line_of(process), "the services")
     code, output = gspo.run("--resume", str(gspo.run_dir), fake="")
     assert (code, f"is in use by another gspo (process {process.pid})" in output) == (2, True), output
 

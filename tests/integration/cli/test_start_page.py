@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.documents.documented_commands import ROOT, blocks
+from tests.support.documents.documented_commands import blocks
+from tests.support.repository.source_files import ROOT
 from tests.support.tiny_model import make_tiny_model
 
 _BLOCK_S, _VIEW_S = 900, 60

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from gspo.cli.dead_letters import letters
 from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, Subscription
 from gspo.common.streams.inbox import Delivery, EntryOutput, Inbox, append
 from gspo.common.streams.keys import GENERATION, Keys
 from gspo.common.streams.token_counts import RolloutTokens
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
+from tests.support.typed.redis_entries import dead_letters, payloads
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(30)]
 LEASE_S = 0.3
@@ -119,7 +119,9 @@ async def test_a_lease_lasts_as_long_as_its_handler(redis: Redis, keys: Keys, ha
 
 async def steal(redis: Redis, keys: Keys, num: int) -> list[Delivery]:
     """Take entries over from the consumer, as another one does once their leases have ended."""
-    entries = [entry["message_id"] for entry in await redis.xpending_range(keys.prompts, GENERATION, "-", "+", num)]
+    entries: list[Any] = [
+        entry["message_id"] for entry in await redis.xpending_range(keys.prompts, GENERATION, "-", "+", num)
+    ]
     await redis.xclaim(keys.prompts, GENERATION, "a", 0, entries, idle=10_000, justid=True)
     return await inbox(redis, keys, consumer="b").reclaim(num)
 
@@ -170,8 +172,8 @@ async def test_an_entry_handed_out_too_often_is_a_dead_letter_with_its_failure(
         while not await redis.xlen(keys.scored):
             await asyncio.sleep(0.01)
     reason = "handed out 3 times and never finished"
-    assert [fields[b"d"] for _, fields in await redis.xrange(keys.scored)] == [f"1: {reason}".encode()]
-    assert [(item.letter.group, item.letter.reason) for item in await letters(redis, keys)] == [(1, reason)]
+    assert await payloads(redis, keys.scored) == [f"1: {reason}".encode()]
+    assert [(letter.group, letter.reason) for letter in await dead_letters(redis, keys)] == [(1, reason)]
     assert (handler.batches, await redis.xlen(keys.prompts)) == ([], 0)
 
 
@@ -184,7 +186,7 @@ async def test_a_batch_that_a_handler_gives_up_is_dead_letters(redis: Redis, key
     async with running(subscribe(handler, batch_key=None)):
         while await redis.xlen(keys.prompts):
             await asyncio.sleep(0.01)
-    assert [item.letter.reason for item in await letters(redis, keys)] == ["no such model"] * 2
+    assert [letter.reason for letter in await dead_letters(redis, keys)] == ["no such model"] * 2
 
 
 async def test_an_output_beyond_the_bound_of_an_entry_is_a_dead_letter(
@@ -205,7 +207,7 @@ async def test_an_output_beyond_the_bound_of_an_entry_is_a_dead_letter(
     async with running(subscribe(Handler(tasks, write))):
         while await redis.xlen(keys.prompts):
             await asyncio.sleep(0.01)
-    assert [item.letter.group for item in await letters(redis, keys)] == [1]
+    assert [letter.group for letter in await dead_letters(redis, keys)] == [1]
     assert await redis.xlen(keys.rollouts) == 1
 
 

@@ -12,7 +12,7 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from typer.testing import CliRunner
 
-from gspo.cli.__main__ import app
+from gspo.cli.commands import app
 from gspo.cli.dead_letters import drop, letters, retry
 from gspo.common.errors import InputError
 from gspo.common.streams.events import FROM_START, Events
@@ -21,11 +21,12 @@ from gspo.common.streams.keys import Keys
 from gspo.common.telemetry import metrics
 from gspo_proto.rollout_pb2 import Event, Finished, GroupTask, Prompt, Rollout, Scored, ScoredRollout
 from tests.support.service_process import make_run
+from tests.support.typed.redis_entries import dead_letters
 
 function_loop = pytest.mark.asyncio(loop_scope="function")
 TASK = GroupTask(schema=1, group=7, num_rollouts=2, prompt=Prompt(token_ids=[1]))
 ROLLOUT = Rollout(schema=1, group=7, number=1, num_rollouts=2)
-GOOD = {
+GOOD: dict[str, Any] = {
     "prompts": TASK,
     "eval_prompts": GroupTask(schema=1, group=2, num_rollouts=1, prompt=Prompt(token_ids=[1]), evaluation="v3"),
     "rollouts": ROLLOUT,
@@ -57,7 +58,7 @@ async def test_unreadable_entries_become_counted_dead_letters_and_the_rest_is_de
     await redis.xadd(keys.key(stream), {b"another field": b"x"})
     (delivery,) = await inbox(redis, keys, stream).take(10, block_s=1)
     assert delivery.message == GOOD[stream]
-    unreadable = [item.letter for item in await letters(redis, keys)]
+    unreadable = await dead_letters(redis, keys)
     assert [letter.stream for letter in unreadable] == [stream] * 4
     assert unreadable[0].payload == b"\xff\x00 random"
     assert "schema 9" in unreadable[2].reason
@@ -73,8 +74,8 @@ async def test_unreadable_entries_become_dead_letters_when_they_are_reclaimed(re
     await redis.xreadgroup("generation", "dead", {keys.prompts: ">"})
     await asyncio.sleep(0.1)
     assert await inbox(redis, keys, "prompts", lease_s=0.05).reclaim(10) == []
-    (item,) = await letters(redis, keys)
-    assert (item.letter.num_deliveries, item.letter.HasField("group")) == (2, False)
+    (letter,) = await dead_letters(redis, keys)
+    assert (letter.num_deliveries, letter.HasField("group")) == (2, False)
 
 
 @function_loop

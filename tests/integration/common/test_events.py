@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from gspo.cli.dead_letters import letters
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, Finished, StopRequested
+from tests.support.typed.redis_entries import dead_letters
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 
@@ -56,8 +56,8 @@ async def test_an_unreadable_event_is_one_dead_letter_for_all_readers(redis: Red
     # Longer than one read: no reader begins anew because the newest event is gone.
     done, _ = await asyncio.wait(waiting, timeout=1.5)
     assert not done
-    (item,) = await letters(redis, keys)
-    assert (item.letter.stream, item.letter.payload) == ("events", payload)
-    assert item.letter.reason == "schema 2, and this version reads 1"
+    (letter,) = await dead_letters(redis, keys)
+    assert (letter.stream, letter.payload) == ("events", payload)
+    assert letter.reason == "schema 2, and this version reads 1"
     await first.send(Event(finished=Finished(reason="the second life")))
     assert {(await asyncio.wait_for(task, 5)).reason for task in waiting} == {"the second life"}

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -18,6 +19,7 @@ from gspo.common.streams.inbox import Inbox, append
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import Event, GroupTask, Prompt, StopRequested
 from tests.conftest import free_port
+from tests.support.typed.redis_entries import payloads
 
 
 async def test_a_client_waits_for_a_redis_that_is_started_again(tmp_path: Path) -> None:
@@ -28,7 +30,7 @@ async def test_a_client_waits_for_a_redis_that_is_started_again(tmp_path: Path) 
     events = Events(client, Keys("test"), "test")
     try:
         await client.ping()
-        following = asyncio.create_task(anext(events.follow()))
+        following = asyncio.ensure_future(anext(events.follow()))
         await asyncio.sleep(0.3)
         server.kill()
         server.wait(10)
@@ -60,11 +62,12 @@ async def test_a_redis_that_refuses_writes_is_waited_for_and_each_write_is_made_
     task = GroupTask(schema=1, num_rollouts=1, prompt=Prompt(token_ids=[1])).SerializeToString()
     await append(redis, keys.prompts, [task])
     (delivery,) = await worker.take(1, block_s=1)
-    await redis.execute_command(*refuse.split())
+    execute: Any = redis.execute_command
+    await execute(*refuse.split())
     try:
         # A command, a transaction, and a script.
         waiting = [
-            asyncio.create_task(redis.xadd(keys.rollouts, {"d": "command"})),
+            asyncio.ensure_future(redis.xadd(keys.rollouts, {"d": "command"})),
             asyncio.create_task(append(redis, keys.rollouts, [b"first", b"second"])),
             asyncio.create_task(worker.finish(delivery, [(keys.rollouts, b"script")])),
         ]
@@ -72,9 +75,9 @@ async def test_a_redis_that_refuses_writes_is_waited_for_and_each_write_is_made_
         assert not [write for write in waiting if write.done()]
         assert await redis.xlen(keys.rollouts) == 0
     finally:
-        await redis.execute_command(*accept.split())
+        await execute(*accept.split())
     assert (await asyncio.gather(*waiting))[2] is True
-    written = sorted(fields[b"d"] for _, fields in await redis.xrange(keys.rollouts))
+    written = sorted(await payloads(redis, keys.rollouts))
     assert written == [b"command", b"first", b"script", b"second"]
 
 

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, EntryState, Inbox, append
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
+from tests.support.typed.redis_entries import payloads, stream_entries
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 # Several calls fit into it many times, also where a garbage collection comes between them.
@@ -46,7 +47,7 @@ async def test_finish_writes_the_output_and_removes_the_entry(redis: Redis, keys
     assert await worker.finish(delivery, [(keys.rollouts, b"out")])
     assert await redis.xlen(keys.prompts) == 0
     assert (await redis.xpending(keys.prompts, "generation"))["pending"] == 0
-    assert [fields for _, fields in await redis.xrange(keys.rollouts)] == [{b"d": b"out"}]
+    assert [fields for _, fields in await stream_entries(redis, keys.rollouts)] == [{b"d": b"out"}]
 
 
 async def test_a_stream_that_is_not_made_yet_is_no_warning_and_one_that_is_lost_is(redis: Redis, keys: Keys) -> None:
@@ -76,8 +77,8 @@ async def test_a_burst_writes_what_is_ours_and_renews_it(redis: Redis, keys: Key
         EntryOutput(kept, keys.rollouts, b"again", "1-0"),
     ]
     assert await worker.put(outputs) == [False, True, True, True]
-    assert [fields[b"d"] for _, fields in await redis.xrange(keys.rollouts)] == [b"first"]
-    assert [fields[b"d"] for _, fields in await redis.xrange(keys.scored)] == [b"elsewhere"]
+    assert await payloads(redis, keys.rollouts) == [b"first"]
+    assert await payloads(redis, keys.scored) == [b"elsewhere"]
     assert await worker.load(["0-0", "1-0", "1-1"]) == [None, DONE, DONE]
     # Just renewed, no other worker can reclaim it; the attempt is the same, so that it can be finished.
     assert await inbox(redis, keys, "c").reclaim(1) == []
@@ -114,8 +115,8 @@ async def test_finish_many_writes_only_what_is_still_leased(redis: Redis, keys: 
     assert taken.entry == lost.entry
     finished = await worker.finish_many(keys.rollouts, [(lost, b"late"), (kept, b"in time")])
     assert finished == {kept.entry}
-    assert [fields for _, fields in await redis.xrange(keys.rollouts)] == [{b"d": b"in time"}]
-    assert [entry for entry, _ in await redis.xrange(keys.prompts)] == [lost.entry]
+    assert [fields for _, fields in await stream_entries(redis, keys.rollouts)] == [{b"d": b"in time"}]
+    assert [entry for entry, _ in await stream_entries(redis, keys.prompts)] == [lost.entry]
     assert (await redis.xpending(keys.prompts, "generation"))["pending"] == 1
     assert await worker.finish_many(keys.rollouts, []) == set()
 
@@ -133,7 +134,7 @@ async def test_the_first_result_of_an_id_wins(redis: Redis, keys: Keys) -> None:
     assert await put(worker, delivery, keys, b"first", "1-0")
     assert await put(worker, delivery, keys, b"second", "1-0")
     assert await put(worker, delivery, keys, b"other", "1-1")
-    assert [fields[b"d"] for _, fields in await redis.xrange(keys.rollouts)] == [b"first", b"other"]
+    assert await payloads(redis, keys.rollouts) == [b"first", b"other"]
 
 
 async def test_a_partial_save_does_not_count_as_finished(redis: Redis, keys: Keys) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -80,7 +82,7 @@ class Leases(RuleBasedStateMachine):
         del self.model.waiting[:count]
         self._hand(worker, taken, counts=dict.fromkeys((item.entry for item in taken), 1))
 
-    @precondition(lambda self: self.model.leased)
+    @precondition(lambda self: bool(self.model.leased))
     @rule(data=st.data())
     def let_a_lease_end(self, data: st.DataObject) -> None:
         entry = data.draw(st.sampled_from(sorted(self.model.leased)))
@@ -104,7 +106,7 @@ class Leases(RuleBasedStateMachine):
         assert {item.entry for item in taken} == set(mine)
         self._hand(worker, taken, counts={entry: count + 1 for entry, count in mine.items()})
 
-    @precondition(lambda self: self.hands)
+    @precondition(lambda self: bool(self.hands))
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
         worker, delivery = data.draw(st.sampled_from(self.hands))
@@ -113,7 +115,7 @@ class Leases(RuleBasedStateMachine):
         if is_ours:
             self.model.leased[delivery.entry] = (worker, delivery.num_deliveries, False)
 
-    @precondition(lambda self: self.hands)
+    @precondition(lambda self: bool(self.hands))
     @rule(data=st.data(), number=st.integers(0, NUM_ROLLOUTS - 1))
     def write_a_rollout(self, data: st.DataObject, number: int) -> None:
         worker, delivery = data.draw(st.sampled_from(self.hands))
@@ -126,7 +128,7 @@ class Leases(RuleBasedStateMachine):
                 self.model.done_keys.add(key)
                 self.model.written[key.encode()] += 1
 
-    @precondition(lambda self: self.hands)
+    @precondition(lambda self: bool(self.hands))
     @rule(data=st.data(), how=st.sampled_from(("finish", "finish_many", "dead_letter")))
     def finish(self, data: st.DataObject, how: str) -> None:
         worker, delivery = data.draw(st.sampled_from(self.hands))
@@ -142,7 +144,7 @@ class Leases(RuleBasedStateMachine):
             del self.model.leased[delivery.entry]
             self.model.written[payload] += 1
 
-    @precondition(lambda self: self._late())
+    @precondition(lambda self: bool(self._late()))
     @rule(data=st.data())
     def write_late(self, data: st.DataObject) -> None:
         """A worker that has lost its lease, or has an older delivery, can write nothing."""
@@ -191,7 +193,7 @@ class Leases(RuleBasedStateMachine):
     def _inbox(self, worker: str) -> Inbox:
         return Inbox(self.redis, self.keys, self.keys.prompts, consumer=worker, lease_s=LEASE_S)
 
-    def _do(self, work):  # type: ignore[no-untyped-def]
+    def _do(self, work: Awaitable[Any]) -> Any:
         return self.loop.run_until_complete(work)
 
 

@@ -86,8 +86,9 @@ class LearnerPeer:
         self.redis, self.keys, self.activity = redis, keys, Activity("learner")
         self.progress = ProgressReply(run=keys.run, epoch=1, version=0, live_version=0)
         self.events = Events(redis, keys, "learner-0")
+        servicer = LearnerPeerServicer(self)  # type: ignore[abstract]  # nobody asks it for a checkpoint
         self._server = GrpcServer(
-            GrpcApi("gspo.Learner", lambda server: add_LearnerServicer_to_server(LearnerPeerServicer(self), server)),
+            GrpcApi("gspo.Learner", lambda server: add_LearnerServicer_to_server(servicer, server)),
             host="127.0.0.1",
             port=0,
             token="",

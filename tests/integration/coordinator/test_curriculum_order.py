@@ -28,7 +28,7 @@ DATA = {"curriculum": "spread", "revisit_passes": 3}
 
 def has_spread(task: GroupTask) -> bool:
     """Three of the ten prompts teach something."""
-    return json.loads(task.prompt.columns_json)["answer"] <= 3
+    return bool(json.loads(task.prompt.columns_json)["answer"] <= 3)
 
 
 async def test_a_killed_coordinator_draws_what_seed_and_log_say(

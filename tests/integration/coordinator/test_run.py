@@ -233,7 +233,7 @@ async def test_the_http_api_shows_pauses_and_stops_the_run(
         await learner.filtered(0, 1)
 
         async def settled() -> bool:
-            return (await api.get("/v1/state")).json()["groups"] == {"issued": 4, "open": 2, "filtered": 2}
+            return bool((await api.get("/v1/state")).json()["groups"] == {"issued": 4, "open": 2, "filtered": 2})
 
         await until(settled, "the settlement")
         assert await redis.hlen(keys.open) == 2  # nothing new while paused
@@ -274,7 +274,12 @@ async def _scoring_fails(redis: Redis, keys: Keys, api: httpx.AsyncClient, until
 
 
 async def _check_newest_rollouts(redis: Redis, keys: Keys, api: httpx.AsyncClient) -> None:
-    arrays = {"token_ids": [5, 6, 7], "version": [3, 4, -1], "mask": b"\x01\x01\x00", "logp": [-0.5, -0.25, 0.0]}
+    arrays: dict[str, Any] = {
+        "token_ids": [5, 6, 7],
+        "version": [3, 4, -1],
+        "mask": b"\x01\x01\x00",
+        "logp": [-0.5, -0.25, 0.0],
+    }
     rollout = Rollout(group=1, number=1, num_rollouts=2, text="42", **arrays)
     good = Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=Score(reward=0.0)))
     bad = Scored(schema=1, rollout=ScoredRollout(rollout=rollout, score=Score(failure="raised")))

@@ -88,7 +88,8 @@ async def test_slots_that_are_never_freed_are_issued_again_and_the_run_goes_on(
     generator: GeneratorPeer,
     until: Until,
 ) -> None:
-    began_s, taken = time.monotonic(), set()
+    began_s = time.monotonic()
+    taken: set[Any] = set()
 
     async def issued_again() -> bool:
         taken.update(task.group for task in await generator.take())

@@ -27,6 +27,7 @@ from tests.support.environments.game_server import EnvironmentServer, environmen
 from tests.support.environments.scripted_game import LINES, LinesEngine, driver_of, in_flight_of, remotes_of
 from tests.support.push_peers import service_of
 from tests.support.service_process import make_run
+from tests.support.typed.redis_entries import payloads, stream_entries
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 NUM_ROLLOUTS, LEASE_S = 4, 0.6
@@ -69,7 +70,7 @@ async def test_a_task_that_is_taken_back_has_its_sessions_closed(
     async with remotes_of(environment_of(server)) as remotes:
         working = asyncio.create_task(loop_of(service, remotes, turn_s=30.0).run())
         await begin(redis, keys, server)
-        for entry, _ in await redis.xrange(keys.prompts):
+        for entry, _ in await stream_entries(redis, keys.prompts):
             await redis.xack(keys.prompts, GENERATION, entry)
             await redis.xdel(keys.prompts, entry)
         async with asyncio.timeout(15):
@@ -96,7 +97,7 @@ async def test_a_drained_generator_hands_its_sessions_on(
             await asyncio.sleep(0.02)
         services[1].stopping.set()
         await working
-    rollouts = [Rollout.FromString(fields[b"d"]) for _, fields in await redis.xrange(keys.rollouts)]
+    rollouts = [Rollout.FromString(payload) for payload in await payloads(redis, keys.rollouts)]
     assert {json.loads(rollout.state_json)["episode_id"] for rollout in rollouts} == sessions
     assert {(rollout.outcome, rollout.num_turns) for rollout in rollouts} == {(OUTCOME_ENVIRONMENT_DONE, len(LINES))}
     assert await asyncio.to_thread(server.count) == 0

@@ -41,6 +41,7 @@ from tests.support.chat_templates import CHATML, IM, tokenizer_of
 from tests.support.environments.mcp_server import command, http_server
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
+from tests.support.typed.gradients import backward
 
 PROMPT = [{"role": "user", "content": "2+3"}]
 # Names the tools, as real templates do at more length.
@@ -102,7 +103,7 @@ def learn_by_heart(folder: Path) -> None:
         if loss < 0.01:
             break
         optimizer.zero_grad()
-        loss.backward()
+        backward(loss)
         optimizer.step()
     assert loss < 0.03, f"the policy did not learn its conversation: loss {loss:.3f}"
     model.save_pretrained(folder)

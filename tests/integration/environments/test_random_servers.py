@@ -86,7 +86,7 @@ async def test_a_turn_ends_whatever_an_mcp_server_answers(transport: str, num_se
     async with random_http(rng, is_mcp=True) as port:
         for seed in range(num_sessions if transport == "http" else num_sessions // 20):
             http = {"url": f"http://127.0.0.1:{port}/mcp"}
-            mcp = http if transport == "http" else command("random")
+            mcp: dict[str, Any] = http if transport == "http" else command("random")
             if transport == "stdio":
                 mcp["command"] += [str(seed)]
             config = EnvironmentConfig.model_validate({"mcp": mcp | {"timeout_s": 0.3}, "reach_timeout_s": 2.0})

@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -32,7 +33,7 @@ def kill_generator(process: subprocess.Popen[bytes]) -> bool:
 
 def test_a_run_on_a_server_leaves_no_session_also_if_a_generator_is_killed(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=1)
-    rows = [{"prompt": PROMPT, "number": number, "answer": str(number)} for number in range(16)]
+    rows: list[dict[str, Any]] = [{"prompt": PROMPT, "number": number, "answer": str(number)} for number in range(16)]
     (tmp_path / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     killed: list[bool] = []
     with environment_server(places=12, ttl_s=TTL_S) as server:

@@ -139,7 +139,8 @@ def _rewrite(folder: Path, more: Mapping[str, torch.Tensor]) -> None:
 def _shard(folder: Path, num: int) -> None:
     """Spread the one file over `num` shards with an index."""
     tensors = load_file(folder / _FILE)
-    names, weight_map = sorted(tensors), {}
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
     for number in range(num):
         shard = f"model-{number + 1:05d}-of-{num:05d}.safetensors"
         part = names[number * len(names) // num : (number + 1) * len(names) // num]

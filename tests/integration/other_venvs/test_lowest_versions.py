@@ -31,6 +31,19 @@ def python() -> Path:
 def test_the_tests_pass_with_the_lowest_versions(python: Path, tests: str) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     variables["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", tests, *OTHERS]
+    command: list[str | Path] = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        tests,
+        *OTHERS,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=_TESTS_S)
     assert done.returncode == 0, done.stdout[-5000:]

@@ -44,7 +44,7 @@ def openenv_url(tmp_path: Path) -> Iterator[str]:
     python = locked_venv(tmp_path / "venv", HERE / "requirements.lock")
     port, log = free_port(), (tmp_path / "server.log").open("w")
     (tmp_path / "slow_server.py").write_text(SLOW)
-    uvicorn = [python, "-m", "uvicorn", "slow_server:app", "--app-dir", tmp_path, "--port", str(port)]
+    uvicorn: list[str | Path] = [python, "-m", "uvicorn", "slow_server:app", "--app-dir", tmp_path, "--port", str(port)]
     variables = {**os.environ, "PYTHONPATH": str(HERE)}
     server = subprocess.Popen(uvicorn, env=variables, stdout=log, stderr=log)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,9 @@ sys.path.append(str(EXAMPLES / "guess"))
 
 
 def test_an_environment_of_verifiers_plays_the_rollouts_of_a_run(tmp_path: Path) -> None:
-    from game import reset, step
-
+    game = import_module("game")
     python = locked_venv(tmp_path / "venv", HERE / "requirements.lock")
-    program = [python, HERE / "play.py", "guess_game"]
+    program: list[str | Path] = [python, HERE / "play.py", "guess_game"]
     subprocess.run([*program, "--write-prompts", tmp_path / "games.jsonl"], check=True, timeout=300)
     prompts = [json.loads(line) for line in (tmp_path / "games.jsonl").read_text().splitlines()]
     assert [prompt["verifiers_task"] for prompt in prompts] == list(range(32))
@@ -62,9 +62,9 @@ def test_an_environment_of_verifiers_plays_the_rollouts_of_a_run(tmp_path: Path)
         assert row["failure"] is None
         parts = {part["name"]: part["value"] for part in json.loads(row["parts_json"])}
         messages = json.loads(row["turns_json"])
-        state, total, answers = reset({"number": json.loads(row["columns_json"])["verifiers_task"]})[0], 0.0, []
+        state, total, answers = game.reset({"number": json.loads(row["columns_json"])["verifiers_task"]})[0], 0.0, []
         for turn in (message for message in messages if message["role"] == "assistant"):
-            state, hint, reward, _ = step(state, turn["content"].strip())
+            state, hint, reward, _ = game.step(state, turn["content"].strip())
             answers.append(hint)
             total += reward
         assert total == parts["agent"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from redis.asyncio import Redis
 from gspo.common.errors import InputError
 from gspo.common.network.grpc_server import open_channel
 from gspo.common.telemetry import metrics
+from gspo.common.weights import pack_changes
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo.learner.push import policy_weights, replicas
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
@@ -60,7 +62,7 @@ async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_jo
     async with generator(config, redis_url, cards={"GPU-1": "A"}) as first, learner(config, redis_url) as learning:
         for version in (3, 4):
             learning.publisher.publish(policy(version))
-            await learning.until(lambda version=version: serve([first], policy(version)))
+            await learning.until(partial(serve, [first], policy(version)))
         assert [bool(header.base_digest) for header in first.headers] == [False, True]
         # In the middle of the run; the name and the process id are the first one's, as in two containers.
         async with generator(config, redis_url, cards={"GPU-1": "A", "GPU-2": "B"}) as second:
@@ -78,9 +80,13 @@ async def test_a_generator_that_is_some_versions_behind_gets_their_changes_each_
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two generators one misses two versions; with a lag of two the changes of three versions are kept."""
-    packed = []
-    pack = policy_weights.pack_changes
-    monkeypatch.setattr(policy_weights, "pack_changes", lambda new, old: packed.append(len(new)) or pack(new, old))
+    packed: list[int] = []
+
+    def noted(new: Any, old: Any) -> Any:
+        packed.append(len(new))
+        return pack_changes(new, old)
+
+    monkeypatch.setattr(policy_weights, "pack_changes", noted)
     config = make_run(tmp_path, tmp_path, generation={"dtype": "bfloat16"}, staleness={"max_lag": 2})
     async with (
         generator(config, redis_url, "generation-0") as slow,
@@ -93,7 +99,7 @@ async def test_a_generator_that_is_some_versions_behind_gets_their_changes_each_
         slow.engine.refusing = True
         for version in (2, 3):
             learning.publisher.publish(policy(version))
-            await learning.until(lambda version=version: serve([quick], policy(version)))
+            await learning.until(partial(serve, [quick], policy(version)))
         # Its next push brings version 4: of the two before it has neither.
         slow.engine.refusing = False
         learning.publisher.publish(policy(4))
@@ -163,7 +169,7 @@ async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redi
         bad.corrupt = flipped
         for version in (1, 2):
             learning.publisher.publish(policy(version))
-            await learning.until(lambda version=version: serve([good], policy(version)))
+            await learning.until(partial(serve, [good], policy(version)))
         await learning.until(lambda: learning.states() == ["current", "out"])
         assert bad.serves == (0, policy(0).digest)
         assert learning.publisher.problem() == ""
@@ -172,7 +178,7 @@ async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redi
         assert "DATA_LOSS: version 2 has digest" in out["problem"] and "nothing was loaded" in out["problem"]
         # Counted at the publisher's next look.
         await learning.until(lambda: value("gspo_generators", {"state": "out"}) == 1)
-        assert value("gspo_push_failures_total", {"status": "data_loss"}) >= 3
+        assert (value("gspo_push_failures_total", {"status": "data_loss"}) or 0) >= 3
 
         bad.corrupt = None
         await learning.until(lambda: serve([bad, good], policy(2)))

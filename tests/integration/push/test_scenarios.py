@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from gspo.common.weights import TimeLimit
 from gspo.learner.push import replicas
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
-from tests.support.push_peers import generator, learner, policy, run_config, serve
+from tests.support.push_peers import PublishingLearner, generator, learner, policy, run_config, serve
 from tests.support.service_process import make_run
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
@@ -31,6 +32,14 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "_LONGEST_PAUSE_S", 0.05)
 
 
+def is_problem(learning: PublishingLearner, reason: str) -> bool:
+    return reason in learning.publisher.problem()
+
+
+def is_described(learning: PublishingLearner, reason: str) -> bool:
+    return any(reason in target["problem"] for target in learning.publisher.describe())
+
+
 async def test_an_answer_that_names_other_weights_makes_nothing_live(
     redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:
@@ -40,7 +49,7 @@ async def test_an_answer_that_names_other_weights_makes_nothing_live(
             only.answer = wrong
             learning.publisher.publish(policy(1))
             reason = f"the generator answers that it serves version {wrong.version} with digest {wrong.digest[:12]}"
-            await learning.until(lambda reason=reason: reason in learning.publisher.problem())
+            await learning.until(partial(is_problem, learning, reason))
             assert learning.live == []
             assert only.serves == (0, policy(0).digest)
         only.answer = None
@@ -96,7 +105,7 @@ async def test_tensors_that_the_architecture_ignores_are_no_mismatch(
         assert only.serves != (0, policy(0).digest)
         for version in (0, 1, 2):
             learning.publisher.publish(policy(version))
-            await learning.until(lambda version=version: serve([only], policy(version)))
+            await learning.until(partial(serve, [only], policy(version)))
         assert [bool(header.base_digest) for header in only.headers] == [False, True, True]
 
 
@@ -115,10 +124,7 @@ async def test_a_tensor_that_the_generator_does_not_have_is_refused_by_name(
         for epoch, (tensors, reason, is_final) in enumerate(cases, 1):
             async with learner(config, redis_url, epoch) as learning:
                 learning.publisher.publish(PolicyWeights(1, policy(1).digest, "bfloat16", tensors))
-                problems = learning.publisher.describe
-                await learning.until(
-                    lambda reason=reason, problems=problems: any(reason in target["problem"] for target in problems())
-                )
+                await learning.until(partial(is_described, learning, reason))
                 assert (reason in learning.publisher.refusal) is is_final
         assert only.serves == (0, policy(0).digest)
 

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ async def test_generators_sleep_before_the_states_come_and_wake_after_they_have_
             assert first.engine.is_asleep and second.engine.is_asleep, "a version woke them in the learner's shift"
             await learning.shifts.end()
             learning.publisher.wake()
-            await learning.until(lambda version=version: serve([first, second], policy(version)))
+            await learning.until(partial(serve, [first, second], policy(version)))
         await learning.until(lambda: [live.version for live in learning.live] == [1, 2])
     shift = ["sleep", "states on the cards", "states in host memory"]
     assert first.engine.history == second.engine.history == [*shift, "wake 1", *shift, "wake 2"]

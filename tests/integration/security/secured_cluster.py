@@ -80,12 +80,14 @@ class SecuredCluster:
 
         def found() -> dict[str, Any] | None:
             assert self.processes[service].poll() is None, self.log(service)[-3:]
-            uids = [entry.decode().partition(":")[2] for entry in self.redis.smembers(self.keys.instances)]
+            members: Any = self.redis.smembers(self.keys.instances)
+            uids = [entry.decode().partition(":")[2] for entry in members]
             texts = [self.redis.get(self.keys.instance(service, uid)) for uid in uids]
             alive = [json.loads(text) for text in texts if text]
             return next((one for one in alive if one["pid"] == self.processes[service].pid), None)
 
-        return until(found, f"{service} to register", START_S)
+        instance: dict[str, Any] = until(found, f"{service} to register", START_S)
+        return instance
 
     def get(self, service: str, path: str) -> httpx.Response:
         """An answer of its HTTP server, without a token."""
@@ -137,7 +139,7 @@ def secured_cluster(folder: Path, **sections: Any) -> Iterator[SecuredCluster]:
         redis = Redis(port=port, password=redis_password(config))
         until(lambda: _answers(redis), "Redis")
         cluster = SecuredCluster(config, secrets, redis)
-        opened.callback(lambda: [end(process) for process in cluster.processes.values()])
+        opened.callback(lambda: [*map(end, cluster.processes.values())])
         yield cluster
 
 

@@ -12,7 +12,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -117,7 +119,7 @@ def test_they_meet_over_tls_and_take_nobody_without_the_token(cluster: SecuredCl
     for service in ("coordinator", "reward", "generation"):
         cluster.start(service)
     for service in cluster.processes:
-        until(lambda service=service: cluster.get(service, "/readyz").status_code == 200, f"{service} to be ready")
+        until(partial(_is_ready, cluster, service), f"{service} to be ready")
         address = cluster.instance(service)["http"]
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http://{address}/readyz", trust_env=False)
@@ -127,13 +129,13 @@ def test_they_meet_over_tls_and_take_nobody_without_the_token(cluster: SecuredCl
     assert cluster.get("reward", "/v1/rewards").status_code == 401
     for service, method in (("learner", "/gspo.Learner/Progress"), ("generation", "/gspo.Generation/Describe")):
         with cluster.channel(service) as channel:
-            assert channel.unary_unary(method)(b"", metadata=cluster.token, timeout=10)
+            assert _unary(channel, method)(b"", metadata=cluster.token, timeout=10)
             for shown in ((), (("authorization", "Bearer another-token-of-the-run"),)):
                 with pytest.raises(grpc.RpcError) as refused:
-                    channel.unary_unary(method)(b"", metadata=shown, timeout=10)
+                    _unary(channel, method)(b"", metadata=shown, timeout=10)
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         with grpc.insecure_channel(cluster.instance(service)["grpc"]) as plain, pytest.raises(grpc.RpcError):
-            plain.unary_unary(method)(b"", metadata=cluster.token, timeout=2)
+            _unary(plain, method)(b"", metadata=cluster.token, timeout=2)
 
 
 def test_the_command_line_finds_its_way(cluster: SecuredCluster) -> None:
@@ -170,7 +172,7 @@ def test_every_command_of_the_document_works(cluster: SecuredCluster, tmp_path: 
         if line.startswith("redis-server"):
             server = subprocess.Popen(command.split(), cwd=where, env=environment, stdout=subprocess.DEVNULL)
             password = (fresh / "secrets/redis-password").read_text().strip()
-            until(lambda password=password: _pings(redis_port, password), "Redis")
+            until(partial(_pings, redis_port, password), "Redis")
             assert not _pings(redis_port, None)
             end(server)
             continue
@@ -220,9 +222,19 @@ CALLS = {
 }
 
 
+def _is_ready(cluster: SecuredCluster, service: str) -> bool:
+    return cluster.get(service, "/readyz").status_code == 200
+
+
+def _unary(channel: grpc.Channel, method: str) -> Any:
+    """A call of plain bytes, which has no message types."""
+    return channel.unary_unary(method)
+
+
 def call(cluster: SecuredCluster, channel: grpc.Channel, method: str, payloads: list[bytes]) -> grpc.StatusCode:
     """How a call with these messages ends."""
-    opened = channel.stream_stream(f"/gspo.{method}")(iter(payloads), metadata=cluster.token, timeout=START_S)
+    stream: Any = channel.stream_stream(f"/gspo.{method}")
+    opened = stream(iter(payloads), metadata=cluster.token, timeout=START_S)
     try:
         for _ in opened:
             continue
@@ -264,14 +276,14 @@ def test_a_call_of_another_schema_is_told_so(cluster: SecuredCluster) -> None:
     of_later = ScoreRequest(rollouts=[Rollout(schema=2)]).SerializeToString()
     said = "schema 2, and this version reads 1"
     with cluster.channel("reward") as channel, pytest.raises(grpc.RpcError, match=said):
-        channel.unary_unary("/gspo.Reward/Score")(of_later, metadata=cluster.token, timeout=10)
+        _unary(channel, "/gspo.Reward/Score")(of_later, metadata=cluster.token, timeout=10)
     assert 'gspo_calls_refused_total{protocol="grpc",reason="schema"}' in cluster.get("reward", "/metrics").text
 
 
 def test_no_secret_is_in_a_log_or_on_a_command_line(cluster: SecuredCluster) -> None:
     words = [cluster.secrets[name].read_text().strip() for name in ("token", "redis-password")]
     logs = "".join(path.read_text() for path in cluster.config.run_dir.rglob("*.log"))
-    commands = " ".join(" ".join(map(str, process.args)) for process in cluster.processes.values())
+    commands = " ".join(str(process.args) for process in cluster.processes.values())
     config = (cluster.config.run_dir / "config.yaml").read_text()
     assert logs
     assert not [word for word in words if word in logs + commands + config]

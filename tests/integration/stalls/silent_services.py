@@ -39,7 +39,7 @@ def make_silent() -> None:
             await asyncio.Event().wait()
         return result
 
-    Receiver.receive = without_answer  # type: ignore[method-assign]
+    Receiver.receive = without_answer  # type: ignore[assignment]
 
 
 def serve() -> None:

@@ -17,6 +17,7 @@ from gspo.gateway.sessions.session_store import SessionStore
 from gspo_proto.agent_pb2 import TurnBegin, TurnEnd, TurnEntry, TurnTokens
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
 from tests.integration.stalls.lossy_redis import LossyRedis
+from tests.support.typed.redis_entries import payloads, stream_entries
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(30)]
 LONG_S, SHORT_S = 60.0, 0.2
@@ -101,7 +102,9 @@ async def test_what_another_consumer_took_over_meanwhile_is_left_to_it(
     lossy.lose_reply_to(b"XREADGROUP")
     worker = inbox(client, keys)
     assert await worker.take(1, block_s=0) == []
-    (stolen,) = await redis.xclaim(keys.prompts, "generation", "other", 0, [(await redis.xrange(keys.prompts))[0][0]])
+    (stolen,) = await redis.xclaim(
+        keys.prompts, "generation", "other", 0, [(await stream_entries(redis, keys.prompts))[0][0]]
+    )
     assert stolen
     assert await worker.take(1, block_s=0.05) == []
 
@@ -127,7 +130,7 @@ async def test_writes_that_are_repeated_after_a_lost_reply_are_made_once(
         lossy.lose_reply_to(b"EVALSHA")
         await write
     assert lossy.num_lost == 7
-    assert [fields[b"d"] for _, fields in await redis.xrange(keys.rollouts)] == [b"put", b"finished"]
+    assert await payloads(redis, keys.rollouts) == [b"put", b"finished"]
     assert [await redis.xlen(stream) for stream in (keys.scored, keys.dead, keys.prompts)] == [1, 1, 1]
     assert groups_of(await take_all(worker, 1)) == [(requeued.message.group, 1)]
 
