@@ -39,12 +39,12 @@ async def engine_of(
     )
     longest = longest or sizes.prompt_tokens + sizes.answer_tokens
     arguments = engine_arguments(model or case.model, config, max_model_len=longest, sleeps=sleeps)
-    engine = await Engine.start(arguments)
+    started = await Engine.start(arguments)
     case.note(start_s=time.monotonic() - began)
     try:
-        yield engine
+        yield started
     finally:
-        await engine.stop()
+        await started.stop()
 
 
 def prompts_of(case: PartRun, seed: int = 0) -> list[list[int]]:

@@ -107,7 +107,7 @@ class SlurmJob:
     def state(self) -> str:
         """Slurm's word for the job's state."""
         shown = self.cluster.login("scontrol", "show", "job", self.number).stdout
-        return re.findall(r"JobState=(\w+)", shown)[0]
+        return str(re.findall(r"JobState=(\w+)", shown)[0])
 
     def step(self) -> int:
         """The last step in the log."""
@@ -326,7 +326,9 @@ def over_ssh(stage: Stage) -> None:
 
 def documented_command(hosts: Sequence[str], run_dir: Path, redis_url: str) -> str:
     """The command of docs/learner.md for these hosts, with a rank on each."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/learner.md").read_text(), re.MULTILINE | re.DOTALL)
+    blocks: list[str] = re.findall(
+        r"^```sh\n(.*?)^```", (ROOT / "docs/learner.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     (block,) = (text for text in blocks if text.startswith("hosts=("))
     _, _, rest = block.partition("\n")
     assert "--nproc-per-node 8" in rest

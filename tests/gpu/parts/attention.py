@@ -65,14 +65,20 @@ def _output_layer(case: PartRun) -> None:
     target_N = torch.randint(vocabulary, (num_tokens,), device=case.device)
     exact = [_leaf(case, hidden), _leaf(case, weight)]
     rounded = [_leaf(case, hidden.bfloat16()), _leaf(case, weight)]
-    expected_N, got_N = token_logprobs(*exact, target_N)[0], token_logprobs(*rounded, target_N)[0]
+
+    def head(inputs: list[Tensor]) -> Tensor:
+        return token_logprobs(inputs[0], inputs[1], target_N)[0]
+
+    expected_N, got_N = head(exact), head(rounded)
     case.note(output_layer_sigma=float((got_N - expected_N).detach().std()))
-    case.require(case.numbers["output_layer_sigma"] < _LARGEST_SIGMA, "rounding adds more noise than 8 bits explain")
+    case.require(
+        float(case.numbers["output_layer_sigma"]) < _LARGEST_SIGMA, "rounding adds more noise than 8 bits explain"
+    )
     errors = _errors((got_N, *rounded), (expected_N, *exact), torch.randn_like(expected_N))
     case.require(max(errors[1:]) < _LARGEST_ERROR, f"output layer: gradients differ by {errors[1:]}")
     ones_N = torch.ones_like(expected_N)
-    in_float32 = _seconds(case, lambda: token_logprobs(*exact, target_N)[0], ones_N)
-    in_bfloat16 = _seconds(case, lambda: token_logprobs(*rounded, target_N)[0], ones_N)
+    in_float32 = _seconds(case, lambda: head(exact), ones_N)
+    in_bfloat16 = _seconds(case, lambda: head(rounded), ones_N)
     case.judge("output layer: times faster than in float32", in_float32 / in_bfloat16, at_least=1)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,7 +76,7 @@ def _named_modules(trainer: Trainer) -> Iterator[None]:
         with record_function(f"{_RANGE}head and loss"):
             return forward(*args)
 
-    policy._logprobs = head  # type: ignore[method-assign]
+    policy._logprobs = head  # type: ignore[assignment]
     # A range within a compiled layer would cut it to pieces.
     is_compiled = trainer._config.learner.torch_compile
     for module in () if is_compiled else policy.causal_lm.modules():
@@ -105,7 +105,7 @@ def _ranges(module: nn.Module, name: str) -> list[Any]:
 
     def begin(*_: Any) -> None:
         begun.append(record_function(f"{_RANGE}{name}"))
-        begun[-1].__enter__()
+        begun[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def end(*_: Any) -> None:
         begun.pop().__exit__(None, None, None)
@@ -127,7 +127,7 @@ def seconds_by_part(events: Iterable[FunctionEvent], seconds: Callable[[Function
     """Seconds of each part, of the operations of a profile."""
     ordered = sorted(events, key=lambda event: float(event.time_range.start))
     # The last operation that begins under a number is the one that autograd gives it to.
-    forward = {
+    forward: dict[tuple[int | None, int], str] = {
         (event.thread, event.sequence_nr): _range_around(event)
         for event in ordered
         if event.sequence_nr >= 0 and event.scope == _FORWARD and not event.name.startswith(_GRADIENT)
@@ -139,7 +139,7 @@ def seconds_by_part(events: Iterable[FunctionEvent], seconds: Callable[[Function
     return dict(sums)
 
 
-def _part_of(event: FunctionEvent, forward: dict[tuple[int, int], str]) -> str:
+def _part_of(event: FunctionEvent, forward: Mapping[tuple[int | None, int], str]) -> str:
     name = event.name
     if part := _BY_OPERATION.get(name):
         return part

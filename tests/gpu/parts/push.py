@@ -37,7 +37,8 @@ async def run(case: PartRun) -> None:
     copies = PolicyCopies.from_folder(case.model, "bfloat16")
     case.note(policy_gib=copies.num_bytes / GIB)
     async with engine_of(case, "bfloat16") as engine:
-        for version, on_update in ((1, "recompute"), (2, "keep")):
+        updates: tuple[tuple[int, OnUpdate], ...] = ((1, "recompute"), (2, "keep"))
+        for version, on_update in updates:
             folder, policy = changed_model(case, version)
             await _push(case, engine, copies, policy, on_update)
             case.require(copies.serving_digest() == policy.digest, f"version {version} serves with another digest")
@@ -86,7 +87,7 @@ def stage_policy(copies: PolicyCopies, policy: PolicyWeights) -> None:
     """Fill the staged copy with a whole policy."""
     copies.begin(changes=False)
     for name, bits in policy.bits.items():
-        data, itemsize = memoryview(bits.reshape(-1)).cast("B"), bits.itemsize
+        data, itemsize = bits.reshape(-1).data.cast("B"), bits.itemsize
         for start in range(0, len(data), _PIECE_BYTES):
             copies.write(name, start // itemsize, bytes(data[start : start + _PIECE_BYTES]))
 

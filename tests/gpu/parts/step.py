@@ -120,6 +120,7 @@ def planned(case: PartRun, training: TrainingCase, model: Path) -> tuple[Any, Ra
         memory = rank_memory(config, size, 1, profile=model_profile, on_gpu=case.on_gpu)
         if total is None or memory.peak <= total - reserved_bytes(total):
             return config, memory
+    assert total is not None, "the first size fits where no limit is known"
     raise NotForThisCardError(f"it takes {memory.peak / GIB:.0f} GiB by the plan, and the card has {total / GIB:.0f}")
 
 
