@@ -63,7 +63,7 @@ def test_a_failed_score_has_a_reason_and_no_number(scored: MakeScored) -> None:
     assert (row.reward, row.failure) == (None, "timed out after 10 s")
 
 
-def test_values_that_functions_logged_are_in_the_row(scored) -> None:
+def test_values_that_functions_logged_are_in_the_row(scored: MakeScored) -> None:
     assert row_from_scored(scored()).logged_json == ""
     logged = scored()
     logged.score.logged_json = '{"exact/raw": "4<eos>"}'

@@ -128,7 +128,8 @@ def test_a_log_has_means_and_a_value_of_each_answer() -> None:
     for number in (1, Fraction(1, 2)):
         call_log.log_metric("m", number)
     call_log.log_extra("c", ["x" * (MAX_TEXT_CHARS + 5), {"a"}])
-    call_log.log_extra("n", np.array([1, math.nan]))
+    numbers: Any = np.array([1, math.nan])
+    call_log.log_extra("n", numbers)
     logged = call_log.as_json(2)
     first, failed = with_logged([Value(1.0, extras={"own": 2.0}), Failure("why", "exception")], logged)
     assert failed == Failure("why", "exception")
