@@ -22,7 +22,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tests.promises.catalogue import ROOT, Promise, read_promises
+from tests.promises.catalogue import Promise, read_promises
+from tests.support.repository.source_files import ROOT
 
 _TIMEOUT_S = 600
 # Imported once, before each forked run: most of a test's time would be their import.
@@ -84,19 +85,21 @@ def replace(path: Path, text: str) -> None:
 
 def try_promise(promise: Promise, root: Path) -> list[str]:
     """Break one; the tests that do not notice."""
-    path = root / promise.file
-    before = path.read_text()
-    replace(path, before.replace(promise.old, promise.new))
+    file, text = promise.broken()
+    before = (root / file).read_text()
+    replace(root / file, text)
     try:
-        found, _ = failing(root, promise.tests)
+        noticing, _ = failing(root, promise.test_ids())
     finally:
-        replace(path, before)
-    return [test for test in promise.tests if test not in found]
+        replace(root / file, before)
+    return [test for test in promise.test_ids() if test not in noticing]
 
 
 def main(words: Sequence[str]) -> int:
     """Try all promises, or those that hold one of the words; the exit code."""
-    promises = [one for one in read_promises() if not words or any(w in one.promise or w in one.file for w in words)]
+    promises = [
+        one for one in read_promises() if not words or any(w in one.promise or w in one.broken()[0] for w in words)
+    ]
     if not promises:
         sys.stderr.write(f"no promise or file has {' or '.join(words)} in it; promises.yml lists them\n")
         return 2
@@ -107,7 +110,7 @@ def main(words: Sequence[str]) -> int:
         root = Path(scratch) / "tree"
         copy_tree(root)
         sys.stderr.write(f"the tests of {len(promises)} promises in the unbroken copy\n")
-        found, printed = failing(root, dict.fromkeys(test for one in promises for test in one.tests))
+        found, printed = failing(root, dict.fromkeys(test for one in promises for test in one.test_ids()))
         if found:
             sys.stderr.write(f"{printed}\nThese fail without any break: {', '.join(sorted(found))}\n")
             return 1
@@ -115,7 +118,7 @@ def main(words: Sequence[str]) -> int:
             missing = try_promise(promise, root)
             num_unnoticed += bool(missing)
             told = f"NOT NOTICED by {', '.join(missing)}" if missing else "noticed"
-            table.add_row(str(number), promise.promise, promise.file, told)
+            table.add_row(str(number), promise.promise, promise.broken()[0], told)
             sys.stderr.write(f"{number}/{len(promises)} {told}: {promise.promise}\n")
     Console().print(table)
     return 1 if num_unnoticed else 0

@@ -1,4 +1,4 @@
-"""One promise of the project: what breaks it, and the tests that must fail then."""
+"""The promises of the project: what breaks each, and the tests that must fail then."""
 
 from __future__ import annotations
 
@@ -7,26 +7,52 @@ from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.promises.breaks import CODE, TESTS, changed, definitions, files_with
+from tests.support.repository.source_files import text_of
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What holds, and a change of one file after which it does not.
+    """A sentence that holds, and a change after which it does not.
 
     Attributes:
-        old: Text that stands in `file` exactly once.
+        old: Stands there once: code as `changed` takes it, or a text of `file`.
         new: What takes its place.
-        tests: Names of tests (`path::test`), of which each must fail then.
+        tests: Names of tests, of which each must fail then; where several have a name, with the module: `module.test`.
+        code: The name of the code that breaks, as `definitions` takes it.
+        file: Instead of it, a file in another language.
     """
 
     promise: str
-    file: str
     old: str
     new: str
     tests: list[str]
+    code: str = ""
+    file: str = ""
+
+    def broken(self) -> tuple[str, str]:
+        """Find the file that changes, and its text with the change; ValueError if there is not one place for it."""
+        if self.code:
+            return changed(definitions(self.code, CODE), self.old, self.new)
+        if (count := text_of(self.file).count(self.old)) != 1:
+            raise ValueError(f"`old` stands {count} times in {self.file}: give text that stands there once")
+        return self.file, text_of(self.file).replace(self.old, self.new)
+
+    def test_ids(self) -> list[str]:
+        """Return the tests as pytest names them; ValueError for a name that is not of one test."""
+        return [_test_id(name) for name in self.tests]
+
+
+def _test_id(name: str) -> str:
+    """Without syntax trees: a test stands at the beginning of a line."""
+    files = files_with(name, TESTS)
+    if len(files) != 1:
+        raise ValueError(f"{len(files)} tests are named {name} {files or ''}: name a test, with its module if need be")
+    return f"{files[0]}::{name.rpartition('.')[2]}"
 
 
 def read_promises() -> list[Promise]:
     """All of them, in their order."""
-    return [Promise(**entry) for entry in yaml.safe_load((Path(__file__).parent / "promises.yml").read_text())]
+    entries = yaml.safe_load((Path(__file__).parent / "promises.yml").read_text())
+    # `new: True` is code.
+    return [Promise(**{key: v if isinstance(v, list) else str(v) for key, v in entry.items()}) for entry in entries]
