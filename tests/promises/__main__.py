@@ -1,13 +1,15 @@
 """Break the promises one by one in a copy of the tree, and see that their tests notice: `make test-promises`.
 
-The tests must pass in the unbroken copy first. Exit codes: 0 every break was noticed, 1 one was not, 2 no promise has
-one of the words.
+A break that was noticed is not tried again until its entry, the broken file or the tests change. The tests must pass in
+the unbroken copy first. The same command continues an interrupted run. Exit codes: 0 every break was noticed, 1 one was
+not, 2 no promise has one of the words.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import multiprocessing
 import os
 import re
@@ -15,21 +17,48 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
 from tests.promises.catalogue import Promise, read_promises
 from tests.support.repository.source_files import ROOT
 
+_RECORD = ROOT / ".cache/promises.json"
 _TIMEOUT_S = 600
 # Imported once, before each forked run: most of a test's time would be their import.
 _SLOW_IMPORTS = ("torch", "hypothesis.extra.numpy", "pyarrow.parquet", "pydantic", "transformers", "structlog", "redis")
 _OURS = ("tests", "gspo", "gspo_core", "gspo_proto", "benchmarks")
 _FORK = multiprocessing.get_context("fork")
+
+
+class Record:
+    """The last try of each promise, on the disk: its digest if it was noticed, and its time."""
+
+    def __init__(self) -> None:
+        self._tries: dict[str, dict[str, str | float]] = json.loads(_RECORD.read_text()) if _RECORD.exists() else {}
+
+    def has(self, promise: Promise) -> bool:
+        """Whether this break was noticed, and nothing of it has changed since."""
+        return self._tries.get(promise.promise, {}).get("digest") == promise.digest()
+
+    def add(self, promise: Promise, is_noticed: bool, seconds: float) -> None:
+        """Write one down; an interrupted run loses nothing."""
+        digest = promise.digest() if is_noticed else ""
+        self._tries[promise.promise] = {"digest": digest, "seconds": round(seconds, 1)}
+        _RECORD.parent.mkdir(exist_ok=True)
+        unfinished = _RECORD.with_suffix(".new")
+        unfinished.write_text(json.dumps(self._tries, indent=0))
+        unfinished.replace(_RECORD)
+
+    def minutes(self, promises: Sequence[Promise]) -> float:
+        """Estimate their time from the last tries, from the mean where there is none."""
+        known = {name: float(tried["seconds"]) for name, tried in self._tries.items()}
+        mean = sum(known.values()) / max(len(known), 1)
+        return sum(known.get(promise.promise, mean) for promise in promises) / 60
 
 
 def copy_tree(target: Path) -> None:
@@ -61,8 +90,8 @@ def _run_pytest(root: Path, tests: Sequence[str], printed: Path) -> None:
     os._exit(code)
 
 
-def failing(root: Path, tests: Iterable[str]) -> tuple[set[str], str]:
-    """Names of the tests that do not pass in a tree, without parameters, and what pytest printed."""
+def failing(root: Path, tests: Iterable[str]) -> set[str]:
+    """Names of the tests that do not pass in a tree, without parameters; RuntimeError if pytest does not end well."""
     printed = root.with_suffix(".printed")
     process = _FORK.Process(target=_run_pytest, args=(root, [*tests], printed))
     process.start()
@@ -73,7 +102,7 @@ def failing(root: Path, tests: Iterable[str]) -> tuple[set[str], str]:
     text = printed.read_text()
     if process.exitcode not in (0, 1):
         raise RuntimeError(f"pytest ended with {process.exitcode} (at most {_TIMEOUT_S} s):\n{text}")
-    return set(re.findall(r"^(?:FAILED|ERROR) (\S+?::\w+)", text, re.MULTILINE)), text
+    return set(re.findall(r"^(?:FAILED|ERROR) (\S+?::\w+)", text, re.MULTILINE))
 
 
 def replace(path: Path, text: str) -> None:
@@ -83,48 +112,78 @@ def replace(path: Path, text: str) -> None:
         cached.unlink()
 
 
-def try_promise(promise: Promise, root: Path) -> list[str]:
-    """Break one; the tests that do not notice."""
+def try_promise(promise: Promise, root: Path) -> str:
+    """Break one; why it was not noticed, empty if it was."""
     file, text = promise.broken()
     before = (root / file).read_text()
     replace(root / file, text)
     try:
-        noticing, _ = failing(root, promise.test_ids())
+        noticing = failing(root, promise.test_ids())
+    except RuntimeError as error:
+        return f"NOT TRIED: {error}"
     finally:
         replace(root / file, before)
-    return [test for test in promise.test_ids() if test not in noticing]
+    missing = [test for test in promise.test_ids() if test not in noticing]
+    return f"NOT NOTICED by {', '.join(missing)}" if missing else ""
 
 
-def main(words: Sequence[str]) -> int:
-    """Try all promises, or those that hold one of the words; the exit code."""
-    promises = [
-        one for one in read_promises() if not words or any(w in one.promise or w in one.broken()[0] for w in words)
-    ]
-    if not promises:
+def try_promises(promises: Sequence[Promise], root: Path) -> Iterator[tuple[Promise, str]]:
+    """Yield each with why it was not noticed; those of the same files of tests together, unit tests first."""
+
+    def files(promise: Promise) -> list[str]:
+        return sorted({test.partition("::")[0] for test in promise.test_ids()})
+
+    def cost(promise: Promise) -> tuple[bool, list[str]]:
+        return not files(promise)[0].startswith("tests/unit/"), files(promise)
+
+    for _, group in groupby(sorted(promises, key=cost), cost):
+        together = [*group]
+        tests = dict.fromkeys(test for promise in together for test in promise.test_ids())
+        try:
+            red = failing(root, tests)
+        except RuntimeError as error:
+            red = {*tests}
+            sys.stderr.write(f"{error}\n")
+        for promise in together:
+            unfit = [test for test in promise.test_ids() if test in red]
+            yield promise, f"FAILS WITHOUT ANY BREAK: {', '.join(unfit)}" if unfit else try_promise(promise, root)
+
+
+def main(words: Sequence[str], tries_all: bool) -> int:
+    """Try the changed promises that have one of the words, or all that have one; the exit code."""
+    chosen = [each for each in read_promises() if not words or any(word in _searched(each) for word in words)]
+    if not chosen:
         sys.stderr.write(f"no promise or file has {' or '.join(words)} in it; promises.yml lists them\n")
         return 2
+    record, faults = Record(), []
+    due = [promise for promise in chosen if tries_all or not record.has(promise)]
+    sys.stderr.write(f"{len(chosen) - len(due)} of {len(chosen)} skipped: noticed before, and unchanged (--all: all)\n")
+    if not due:
+        return 0
     for name in _SLOW_IMPORTS:
         importlib.import_module(name)
-    table, num_unnoticed = Table("", "promise", "broken in", "its tests"), 0
     with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch) / "tree"
-        copy_tree(root)
-        sys.stderr.write(f"the tests of {len(promises)} promises in the unbroken copy\n")
-        found, printed = failing(root, dict.fromkeys(test for one in promises for test in one.test_ids()))
-        if found:
-            sys.stderr.write(f"{printed}\nThese fail without any break: {', '.join(sorted(found))}\n")
-            return 1
-        for number, promise in enumerate(promises, 1):
-            missing = try_promise(promise, root)
-            num_unnoticed += bool(missing)
-            told = f"NOT NOTICED by {', '.join(missing)}" if missing else "noticed"
-            table.add_row(str(number), promise.promise, promise.broken()[0], told)
-            sys.stderr.write(f"{number}/{len(promises)} {told}: {promise.promise}\n")
-    Console().print(table)
-    return 1 if num_unnoticed else 0
+        copy_tree(root := Path(scratch) / "tree")
+        waiting, began = {promise.promise: promise for promise in due}, time.monotonic()
+        for promise, fault in try_promises(due, root):
+            record.add(promise, not fault, time.monotonic() - began)
+            began = time.monotonic()
+            del waiting[promise.promise]
+            line = f"{fault or 'noticed'}: {promise.promise}\n"
+            faults += [line] if fault else []
+            minutes = record.minutes([*waiting.values()])
+            sys.stderr.write(f"{len(due) - len(waiting)}/{len(due)}, about {minutes:.0f} min more: {line}")
+    sys.stderr.write(f"{len(due) - len(faults)} of {len(due)} noticed\n{''.join(faults)}")
+    return 1 if faults else 0
+
+
+def _searched(promise: Promise) -> str:
+    return f"{promise.promise}\n{promise.code}\n{promise.broken()[0]}"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.promises", description=__doc__)
     parser.add_argument("words", nargs="*", metavar="WORD", help="try those with one of these in their text or file")
-    sys.exit(main(parser.parse_args().words))
+    parser.add_argument("--all", action="store_true", help="try also what was noticed before and has not changed")
+    options = parser.parse_args()
+    sys.exit(main(options.words, options.all))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import astuple, dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
 
 from tests.promises.breaks import CODE, TESTS, changed, definitions, files_with
-from tests.support.repository.source_files import text_of
+from tests.support.repository.source_files import ROOT, text_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,13 @@ class Promise:
         """Return the tests as pytest names them; ValueError for a name that is not of one test."""
         return [_test_id(name) for name in self.tests]
 
+    def digest(self) -> str:
+        """Return the hash of the entry, the file that breaks, its tests and the modules that tests share."""
+        files = {test.partition("::")[0] for test in self.test_ids()}
+        shared = {str(folder / "conftest.py") for file in files for folder in Path(file).parents}
+        sources = "".join(map(text_of, [self.broken()[0], *sorted(files | shared), *_support()]))
+        return hashlib.sha256(f"{astuple(self)}{sources}".encode()).hexdigest()
+
 
 def _test_id(name: str) -> str:
     """Without syntax trees: a test stands at the beginning of a line."""
@@ -49,6 +58,11 @@ def _test_id(name: str) -> str:
     if len(files) != 1:
         raise ValueError(f"{len(files)} tests are named {name} {files or ''}: name a test, with its module if need be")
     return f"{files[0]}::{name.rpartition('.')[2]}"
+
+
+@cache
+def _support() -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/support").rglob("*.py"))
 
 
 def read_promises() -> list[Promise]:

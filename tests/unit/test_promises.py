@@ -6,10 +6,12 @@ What it is not: the breaking, which takes hours (`make test-promises`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.promises import __main__ as runner
 from tests.promises.breaks import CODE, changed, definitions, definitions_of
 from tests.promises.catalogue import Promise, read_promises
 from tests.support.repository.source_files import fail_with, place
@@ -94,3 +96,14 @@ def test_a_name_may_lack_its_beginning() -> None:
         assert [known.name for known in definitions(name, CODE)] == [full]
     with pytest.raises(ValueError, match=r"nothing in .* is named ratio:"):
         definitions("ratio", CODE)
+
+
+def test_a_break_is_tried_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_RECORD", tmp_path / ".cache/promises.json")
+    promise, other = PROMISES[:2]
+    runner.Record().add(promise, True, 60.0)
+    runner.Record().add(other, False, 180.0)
+    record = runner.Record()
+    assert [record.has(each) for each in (promise, other)] == [True, False]
+    assert not record.has(replace(promise, new="0"))
+    assert record.minutes([promise, other, PROMISES[2]]) == 1 + 3 + 2
