@@ -35,7 +35,7 @@ class Definition:
 
     name: str
     file: str
-    node: ast.AST
+    node: ast.stmt
 
 
 @cache
@@ -65,7 +65,7 @@ def definitions_of(file: str) -> list[Definition]:
     return [Definition(name, file, node) for name, node in _within(ast.parse(text_of(file)), module_of(file))]
 
 
-def _within(parent: ast.AST, name: str) -> Iterator[tuple[str, ast.AST]]:
+def _within(parent: ast.AST, name: str) -> Iterator[tuple[str, ast.stmt]]:
     for node in ast.iter_child_nodes(parent):
         match node:
             case ast.FunctionDef(name=own) | ast.AsyncFunctionDef(name=own) | ast.ClassDef(name=own):
@@ -199,10 +199,10 @@ def _written(change: Node, stood_for: Iterator[ast.expr], indent: int) -> str:
     return textwrap.indent(text, " " * indent).strip()
 
 
-def _span(file: str, node: ast.AST) -> tuple[int, int]:
+def _span(file: str, node: Node) -> tuple[int, int]:
     """First and last byte of a node."""
-    lines = _line_starts(file)
-    return lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
+    lines, last = _line_starts(file), node.end_lineno or node.lineno
+    return lines[node.lineno - 1] + node.col_offset, lines[last - 1] + (node.end_col_offset or 0)
 
 
 @cache

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -67,6 +68,7 @@ def _support() -> list[str]:
 
 def read_promises() -> list[Promise]:
     """All of them, in their order."""
-    entries = yaml.safe_load((Path(__file__).parent / "promises.yml").read_text())
+    entries: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "promises.yml").read_text())
     # `new: True` is code.
-    return [Promise(**{key: v if isinstance(v, list) else str(v) for key, v in entry.items()}) for entry in entries]
+    codes = [{key: str(entry[key]) for key in ("old", "new")} for entry in entries]
+    return [Promise(**entry | code) for entry, code in zip(entries, codes, strict=True)]
