@@ -15,7 +15,6 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -24,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from redis.asyncio import Redis
 from vllm import SamplingParams
+from vllm.renderers import ChatParams
 
 from gspo.common.streams.keys import GATEWAY, Keys
 from gspo.gateway.sessions.agent_rollout import NO_TURN, agent_rollout
@@ -229,7 +229,7 @@ class Agent(RuleBasedStateMachine):
 
         async def started() -> list[int]:
             recorder_of_request.set(recorder)
-            params: Any = SimpleNamespace(chat_template_kwargs={"tools": None})
+            params = ChatParams(chat_template_kwargs={"tools": None})
             _, (prompt,) = await self.renderer.render_chat_async([messages], params)
             await recorder.started(SamplingParams(max_tokens=100))
             return list(prompt["prompt_token_ids"])

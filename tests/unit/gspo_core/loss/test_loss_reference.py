@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -63,6 +63,20 @@ options = st.fixed_dictionaries(
         "by_branch": st.booleans(),
     }
 ).map(fitting)
+
+
+# Sequences of several lengths far outside the clip: examples at random have few of them.
+NORMAL_4BT = np.random.default_rng(0).normal(0, 1, (4, 5, 8))
+FAR: Batch = (NORMAL_4BT[0], NORMAL_4BT[1], NORMAL_4BT[2], NORMAL_4BT[3] > 0, np.zeros((5, 8), dtype=int))
+BY_LENGTH: dict[str, Any] = {
+    "objective": "clip",
+    "kind": "seq",
+    "mode": "seq-mean-token-mean",
+    "clip": (0.2, 0.27),
+    "dual_clip": None,
+    "reference_length": 2,
+    "by_branch": False,
+}
 
 
 def branch_of(batch: Batch, option: dict[str, Any]) -> Array | None:
@@ -140,6 +154,7 @@ def run(
 
 
 @given(batches(largest_delta=3.0), options)
+@example(FAR, BY_LENGTH)
 def test_value_and_gradient_equal_the_reference(batch: Batch, option: dict[str, Any]) -> None:
     result, grad_BT = run(batch, option)
     loss, gradient = expected(batch, option)

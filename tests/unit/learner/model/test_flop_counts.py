@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gspo.common.planning.flops import causal_pairs
 from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.flop_counts import count_flops
 from gspo.learner.model.network import load_policy_model
@@ -58,7 +57,7 @@ def test_a_training_pass_is_counted_as_torch_counts_it(tmp_path: Path, name: str
     model = count_flops(causal_lm)
     ours = R * (model.forward(S, 0) + model.backward(S, 0)) + 6 * N * model.head
     # No model flops: pairs with later tokens, which a mask removes, and the logits that the backward pass makes again.
-    masked = 12 * model.attention[0] * R * (S * S - causal_pairs(S))
+    masked = 12 * model.attention[0] * R * S * (S - 1) // 2
     assert by_torch == ours + masked + 2 * N * model.head
 
 
@@ -66,7 +65,7 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     causal_lm, by_torch = counted_by_torch(make_tiny_model(tmp_path), lora={"rank": 4})
     model = count_flops(causal_lm)
     ours = R * (model.forward(S, 0) + model.backward(S, 0)) + 4 * N * model.head
-    masked = 12 * model.attention[0] * R * (S * S - causal_pairs(S))
+    masked = 12 * model.attention[0] * R * S * (S - 1) // 2
     # Below the first adapters nothing needs a gradient: the inputs of the first layer's projections.
     attention = causal_lm.base_model.layers[0].self_attn
     first = [getattr(attention, f"{kind}_proj") for kind in "qkv"]
