@@ -138,6 +138,19 @@ SIZE = [
         "forbidden",
     ),
     Attack("a large pipe", "import fcntl\nfcntl.fcntl(os.pipe()[1], 1031, 2**20)", "forbidden"),
+    Attack(
+        "locks on parts of files",
+        "import fcntl\nfor n in range(200):\n    fd = os.open(str(n), os.O_CREAT | os.O_RDWR)\n"
+        "    for place in range(0, 3000, 2): fcntl.lockf(fd, fcntl.LOCK_EX, 1, place)",
+        "forbidden",
+    ),
+    Attack(
+        "watches of epoll",
+        "import select\nx, y = [select.epoll() for _ in range(60)], [os.eventfd(0) for _ in range(60)]\n"
+        "for n in range(130, 250):\n    for event in y:\n        os.dup2(event, n)\n"
+        "        for watching in x: watching.register(n)",
+        "forbidden",
+    ),
     Attack("Landlock rulesets", "system(444, struct.pack('Q', 1), 8, 0)", "forbidden"),
     Attack("a filter of its own", "system(317, 1, 2, 0)", "forbidden"),
     Attack("the same by prctl", "system(157, 22, 2, 0, 0, 0)", "forbidden"),

@@ -48,6 +48,7 @@ from gspo.reward.sandbox.bubblewrap import (
     memory_folder,
     new_namespaces,
     new_uid,
+    proc_and_dev,
     python_places,
     shown_paths,
     site_folders,
@@ -269,7 +270,7 @@ class AgentSandbox:
     def _bubblewrap(self, places: list[Path], uid: int, folder: Path) -> list[str]:
         """The command line before the program; it gives up the further capabilities before user code runs."""
         words = [*new_namespaces(uid, "CAP_NET_BIND_SERVICE", "CAP_SYS_ADMIN"), *system_folders()]
-        words += ["--proc", "/proc", "--dev", "/dev"]
+        words += proc_and_dev()
         words += [*memory_folder(_SHARED_INSIDE, SHARED_BYTES), "--remount-ro", "/dev"]
         words += memory_folder(_FOLDER_INSIDE, FOLDER_BYTES)
         names = "".join(f"{address} {name}\n" for name, address in self._addresses().items())

@@ -34,6 +34,7 @@ from gspo.reward.sandbox.bubblewrap import (
     memory_folder,
     new_namespaces,
     new_uid,
+    proc_and_dev,
     python_places,
     shown_paths,
     start_process,
@@ -185,7 +186,7 @@ class ServerProgram:
 
 def _bubblewrap(places: list[Path], uid: int) -> list[str]:
     """The command line before the program."""
-    words = [*new_namespaces(uid, "CAP_SYS_ADMIN"), *system_folders(), "--proc", "/proc", "--dev", "/dev"]
+    words = [*new_namespaces(uid, "CAP_SYS_ADMIN"), *system_folders(), *proc_and_dev()]
     words += [*memory_folder(_SHARED_INSIDE, _SHARED_BYTES), "--remount-ro", "/dev"]
     words += memory_folder(_FOLDER_INSIDE, _FOLDER_BYTES)
     words += shown_paths([*map(Path, (*ETC, *SHOWN)), *places])

@@ -26,7 +26,7 @@ from gspo.agents.worker import AgentFailedError, RolloutLostError
 from gspo.common.config.gateway import AgentConfig
 from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.levels import find_agent_level
-from gspo.reward.sandbox.memory_watch import memory_below
+from gspo.reward.sandbox.memory_watch import memory_of, processes_below
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 # Each finds what it may not: an agent returns the number of its finds, and prints them.
@@ -369,13 +369,14 @@ async def test_memory_counts_below_a_process_alone() -> None:
     try:
         while not psutil.Process(process.pid).children():
             await asyncio.sleep(0.01)
-        measured, inside = memory_below([process.pid, os.getpid()])
-        assert inside[process.pid] in [child.pid for child in psutil.Process(process.pid).children()]
-        assert 0 < measured[process.pid] < measured[os.getpid()]
+        below = processes_below([process.pid, os.getpid()])
+        assert below[process.pid] == [child.pid for child in psutil.Process(process.pid).children()]
+        assert not {process.pid, *below[process.pid]} & set(below[os.getpid()])
+        assert 0 < memory_of(below[process.pid]) < memory_of([os.getpid()])
     finally:
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
-    assert memory_below([]) == ({}, {})
+    assert processes_below([]) == {}
 
 
 async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:

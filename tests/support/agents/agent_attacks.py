@@ -146,6 +146,46 @@ TAKEOVER = [
     RolloutAttack("its host killed", "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(1)\nreturn 1.0", "lost"),
     RolloutAttack("its host stopped", "os.kill(os.getppid(), signal.SIGSTOP)\nreturn 1.0", "timeout", WRAPPED),
     RolloutAttack("everybody killed", "os.kill(-1, signal.SIGKILL)\ntime.sleep(1)\nreturn 1.0", "lost", WRAPPED),
+    RolloutAttack(
+        "settings of the kernel written",
+        """
+        finds = 0
+        for folder, _, files in os.walk("/proc/sys"):
+            for name in files:
+                path = os.path.join(folder, name)
+                try:
+                    os.close(os.open(path, os.O_WRONLY))
+                except OSError:
+                    continue
+                print("finds", path)
+                finds += 1
+        return float(finds)
+        """,
+        "0.0",
+        WRAPPED,
+    ),
+    RolloutAttack(
+        "others held up at a file that all read",
+        """
+        finds = 0
+        for path in pathlib.Path(os.__file__).parent.glob("*.py"):
+            with path.open() as file:
+                finds += libc.fcntl(file.fileno(), 1024, fcntl.F_WRLCK) == 0
+        return float(finds)
+        """,
+        "0.0",
+        WRAPPED,
+    ),
+    RolloutAttack(
+        "limits of its host",
+        """
+        import resource
+        for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE):
+            resource.prlimit(os.getppid(), what, (0, 0))
+        return 1.0
+        """,
+        "lost or crash",
+    ),
     RolloutAttack("all descriptors closed", "os.closerange(0, 1024)\nreturn 1.0", "crash or exception"),
 ]
 LEAVINGS = [
@@ -235,6 +275,20 @@ USES = [
             return 1.0
         """,
         "1.0 or crash",
+    ),
+    RolloutAttack(
+        "memory of the kernel that nobody measures",
+        """
+        finds, pages = 0, mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        part = (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.c_char.from_buffer(pages)), 4096)
+        finds += libc.vmsplice(os.pipe()[1], part, 1, 0) >= 0
+        finds += libc.syscall(444, struct.pack("QQ", 0, 3), ctypes.c_size_t(16), 0) >= 0  # rules of Landlock
+        finds += libc.syscall(436, 100, 200, 2) >= 0  # descriptors of its own for one thread, and at its start
+        finds += libc.syscall(56, 0x10900, 0, 0, 0, 0) >= 0
+        return float(finds)
+        """,
+        "0.0",
+        WRAPPED,
     ),
     RolloutAttack(
         "larger buffers of sockets",
@@ -335,6 +389,53 @@ HEAVY = [
         return 1.0
         """,
         "memory or 1.0",
+        WRAPPED,
+    ),
+    RolloutAttack(
+        "shared memory without pages",
+        """
+        memory = mmap.mmap(-1, 2**31)
+        for start in range(0, 2**31, 2**26):
+            memory[start:start + 2**26] = bytes(2**26)
+            memory.madvise(mmap.MADV_DONTNEED, start, 2**26)
+        return 1.0
+        """,
+        "memory",
+        WRAPPED,
+    ),
+    RolloutAttack(
+        "locks on parts of files",
+        """
+        for name in range(1000):
+            file = os.open(str(name), os.O_CREAT | os.O_RDWR)
+            for place in range(0, 3000, 2):
+                fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
+        return 1.0
+        """,
+        "memory",
+        WRAPPED,
+    ),
+    RolloutAttack(
+        "watches of ten processes",
+        """
+        import select
+        def fill():
+            events = [os.eventfd(0) for _ in range(500)]
+            watching = []
+            try:
+                while True:
+                    watching.append(select.epoll())
+                    for event in events:
+                        watching[-1].register(event)
+            except OSError:
+                time.sleep(1000)
+        for _ in range(10):
+            if os.fork() == 0:
+                fill()
+        await asyncio.sleep(30)
+        return 1.0
+        """,
+        "memory",
         WRAPPED,
     ),
     RolloutAttack(

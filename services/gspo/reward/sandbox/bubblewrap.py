@@ -24,6 +24,7 @@ INSIDE = Path(inside.__file__).parent
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/opt/rh")
 ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/mime.types")
 SHOWN = ("/sys/devices/system/cpu",)
+_SETTINGS = "/proc/sys"
 # The environment of user code: no variable of the service's, and one thread for each numerical library.
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
@@ -109,6 +110,16 @@ def system_folders() -> list[str]:
         elif path.is_dir():
             words += ["--ro-bind", name, name]
     return words
+
+
+def proc_and_dev() -> list[str]:
+    """The words for /proc and /dev.
+
+    The kernel lets its root change settings below /proc/sys also where it has no capability, and bubblewrap protects
+    them only from a root with one.
+    """
+    protected = ["--ro-bind", _SETTINGS, _SETTINGS] if os.access(f"{_SETTINGS}/kernel/core_pattern", os.W_OK) else []
+    return ["--proc", "/proc", *protected, "--dev", "/dev"]
 
 
 def memory_folder(folder: str, size_bytes: int) -> list[str]:

@@ -55,6 +55,7 @@ from gspo.reward.sandbox.calls import (
     Question,
     Signature,
 )
+from gspo.reward.sandbox.inside.supervisor import MOST_WATCH_BYTES
 from gspo.reward.sandbox.launch import MAX_THREADS, SCRATCH_BYTES, ConfinementLevel, Importable, packages_to_share
 from gspo.reward.sandbox.supervisor_link import SupervisorLink, WorkerUsage
 from gspo.reward.sandbox.values import Reply, end_error, reply_error, values_in
@@ -363,9 +364,11 @@ class Sandbox:
 
 
 def excess(usage: WorkerUsage) -> tuple[FailureKind, str] | None:
-    """The failure of a worker with too many threads or files; None for any other."""
+    """The failure of a worker with too many threads, files or watches; None for any other."""
     if usage.num_threads > MAX_THREADS:
         return "forbidden", f"has {usage.num_threads} threads, at most {MAX_THREADS} are allowed, and was killed"
+    if usage.watch_bytes > MOST_WATCH_BYTES:
+        return "forbidden", f"has {MOST_WATCH_BYTES} bytes of watches, or of locks on files, and was killed"
     if usage.scratch_bytes > SCRATCH_BYTES:
         return "output_too_large", f"wrote more than {SCRATCH_BYTES} bytes of files, or hid some, and was killed"
     return None

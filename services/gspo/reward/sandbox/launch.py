@@ -25,6 +25,7 @@ from gspo.reward.sandbox.bubblewrap import (
     memory_folder,
     new_namespaces,
     new_uid,
+    proc_and_dev,
     python_places,
     shown_paths,
     site_folders,
@@ -138,7 +139,7 @@ async def start_supervisor(
 
 def _bubblewrap(places: Sequence[Path], uid: int, num_slots: int) -> list[str]:
     """The command line before the program: no capabilities, a file system of the named paths, and scratch."""
-    words = [*new_namespaces(uid), *system_folders(), "--proc", "/proc", "--dev", "/dev"]
+    words = [*new_namespaces(uid), *system_folders(), *proc_and_dev()]
     for folder in (_SCRATCH_INSIDE, *(f"{_SCRATCH_INSIDE}/{slot}" for slot in range(num_slots))):
         words += memory_folder(folder, SCRATCH_BYTES)
     words += shown_paths([*map(Path, (*ETC, *SHOWN)), *places])

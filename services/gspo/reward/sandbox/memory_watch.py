@@ -1,7 +1,8 @@
-"""The memory of sandboxes with several processes, measured from outside: of the processes, and of their sockets.
+"""The memory of sandboxes with several processes, measured from outside: of the processes, and of the kernel for them.
 
-The kernel limits each process by itself (inside/confine.py), and charges the buffers of sockets to none. A sandbox
-with more than it may have is ended. It may have more between two measurements.
+The kernel limits each process by itself (inside/confine.py), and charges the buffers of sockets to none. Other memory
+of the kernel is looked at once the machine has more of it (inside/kernel_memory.py). A sandbox with more than it may
+have is ended. It may have more between two measurements.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+
+from gspo.reward.sandbox.inside.kernel_memory import descriptor_bytes, shared_mappings
 
 _MIB = 2**20
 # Processes start slowly; sockets can fill a gigabyte a second.
@@ -27,6 +30,9 @@ SOCKET_BYTES = 64 * _MIB
 _TCP_BYTES, _FEW_TCP_SOCKETS = 128 * 1024, 16
 # A descriptor holds kernel memory that no process is charged for, such as half of a small pipe.
 _DESCRIPTOR_BYTES = 4096
+# Of all watches and locks of a sandbox together; they are counted after the machine's memory of the kernel has grown.
+WATCH_BYTES, _GROWTH_BYTES = 32 * _MIB, 16 * _MIB
+_KERNEL_MEMORY = ("SUnreclaim", "Shmem")
 _KERNEL_BUFFERS = ("/proc/sys/net/core/wmem_default", "/proc/sys/net/core/rmem_default")
 log = structlog.get_logger()
 
@@ -44,6 +50,8 @@ class MemoryWatch:
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
         self._task: asyncio.Task[None] | None = None
+        self._kernel_bytes = _kernel_bytes()  # of the machine, when it was looked at
+        self._urgent_s = 0.0  # of the present round, which a growing machine is worth
 
     def add(self, pid: int, memory_mb: int, end: Callable[[str], None], *, has_network: bool) -> None:
         """Watch a sandbox until `remove`.
@@ -63,56 +71,95 @@ class MemoryWatch:
         self._watched.pop(pid, None)
 
     async def _run(self) -> None:
-        inside: dict[int, int] = {}
+        below: dict[int, list[int]] = {}
         next_full_s = 0.0
         while self._watched:
-            began_s = time.monotonic()
+            began_s, self._urgent_s = time.monotonic(), 0.0
             try:
                 if began_s >= next_full_s:
                     next_full_s = began_s + _PROCESSES_EVERY_S
-                    measured, inside = await asyncio.to_thread(memory_below, list(self._watched))
-                    self._end_over(measured, "had more memory than its {} MiB", {})
+                    below = await asyncio.to_thread(processes_below, list(self._watched))
+                    await self._measure_processes(below)
                 networks = {pid for pid, watched in self._watched.items() if watched.has_network}
-                pids = {pid: inside[pid] for pid in networks & inside.keys()}
-                measured = await asyncio.to_thread(_sockets_below, pids)
-                limits = dict.fromkeys(measured, SOCKET_BYTES)
-                self._end_over(measured, "had more than {} MiB in the buffers of its sockets", limits)
+                inside = {pid: pids[0] for pid, pids in below.items() if pid in networks and pids}
+                measured = await asyncio.to_thread(_sockets_below, inside)
+                self._end_over(measured, "had more than {} MiB in the buffers of its sockets", SOCKET_BYTES)
             except OSError as error:  # this process has no descriptor free for the moment
                 log.warning("sandboxes_not_measured", reason=str(error))
-            took_s = time.monotonic() - began_s
+            took_s = time.monotonic() - began_s - self._urgent_s
             await asyncio.sleep(max(_SOCKETS_EVERY_S, took_s / _MAX_SHARE))
 
-    def _end_over(self, measured: dict[int, int], why: str, limits: dict[int, int]) -> None:
+    async def _measure_processes(self, below: Mapping[int, Sequence[int]]) -> None:
+        sizes = await asyncio.to_thread(_each, below, memory_of)
+        kernel_bytes = _kernel_bytes()
+        self._kernel_bytes = min(self._kernel_bytes, kernel_bytes)
+        if kernel_bytes > self._kernel_bytes + _GROWTH_BYTES:
+            self._kernel_bytes, began_s = kernel_bytes, time.monotonic()
+            watches = await asyncio.to_thread(_each, below, _watches_of)
+            self._end_over(watches, "had more than {} MiB of watches, and of locks on files", WATCH_BYTES)
+            shared = await asyncio.to_thread(_each, below, _shared_of)
+            sizes = {pid: size + shared[pid] for pid, size in sizes.items()}
+            self._urgent_s = time.monotonic() - began_s
+        self._end_over(sizes, "had more memory than its {} MiB")
+
+    def _end_over(self, measured: dict[int, int], why: str, most: int | None = None) -> None:
         for pid, num_bytes in measured.items():
             if (watched := self._watched.get(pid)) is None:
                 continue
-            limit = limits.get(pid, watched.max_bytes)
+            limit = most or watched.max_bytes
             if num_bytes > limit:
                 log.warning("sandbox_over_memory", memory_mb=num_bytes // _MIB, limit_mb=limit // _MIB)
                 watched.end(why.format(limit // _MIB))
 
 
-def memory_below(roots: Collection[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes of memory of the processes below some, and the id of one of them each.
-
-    Counted are its page tables, its descriptors, and pages that it has written or shares, once a process. Pages of
-    files are not. A process that ends meanwhile counts as nothing.
-    """
+def processes_below(roots: Collection[int]) -> dict[int, list[int]]:
+    """The processes below each of some, without it."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - names alone
         if name.isdecimal():
             with suppress(OSError, ValueError, IndexError):
                 parents[int(name)] = int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[1])
-    totals, inside = dict.fromkeys(roots, 0), dict[int, int]()
+    below: dict[int, list[int]] = {root: [] for root in roots}
     for pid in parents:
-        place = pid
-        while place and place not in totals:
+        place = parents[pid]
+        while place and place not in below:
             place = parents.get(place, 0)
-        if place:
-            totals[place] += _memory_of(pid)
-            if pid != place:
-                inside.setdefault(place, pid)
-    return totals, inside
+        if place and pid not in below:
+            below[place].append(pid)
+    return below
+
+
+def _each(below: Mapping[int, Sequence[int]], measure: Callable[[Sequence[int]], int]) -> dict[int, int]:
+    return {root: measure((root, *pids)) for root, pids in below.items()}
+
+
+def memory_of(pids: Sequence[int]) -> int:
+    """Bytes of memory of some processes.
+
+    Counted are their page tables, their descriptors, and pages that they have written or share, once a process. Pages
+    of files are not. A process that ends meanwhile counts as nothing.
+    """
+    return sum(map(_memory_of, pids))
+
+
+def _watches_of(pids: Sequence[int]) -> int:
+    return descriptor_bytes(pids, WATCH_BYTES)
+
+
+def _shared_of(pids: Sequence[int]) -> int:
+    """Bytes of the pieces of shared memory that these have mapped, each at its largest."""
+    sizes: dict[tuple[bytes, bytes], int] = {}
+    for pid in pids:
+        for key, size in shared_mappings(pid).items():
+            sizes[key] = max(size, sizes.get(key, 0))
+    return sum(sizes.values())
+
+
+def _kernel_bytes() -> int:
+    """Memory of the whole machine that no process is charged for and the kernel does not take back."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return sum(sizes.get(name, 0) for name in _KERNEL_MEMORY) * 1024
 
 
 def _memory_of(pid: int) -> int:

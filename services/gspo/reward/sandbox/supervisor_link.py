@@ -37,6 +37,7 @@ class WorkerUsage:
     cpu_s: float
     num_threads: int
     scratch_bytes: int
+    watch_bytes: int
 
 
 class SupervisorLink:

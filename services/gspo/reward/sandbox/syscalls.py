@@ -29,7 +29,8 @@ _BY_COMMAND: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = (
     ("ioctl", 1, (_TERMINAL, _WINDOW, _READABLE, _NOT_BLOCKING, _INHERIT, _CLOEXEC), (0x8901, 0x8902)),
 )
 # CLONE_THREAD, CLONE_FS, CLONE_FILES: a thread, without descriptors or a working directory of its own.
-_FLAGS_OF_A_THREAD = (0x00010000, 0x00000200, 0x00000400)
+_THREAD_FLAG, _FILES_FLAG = 0x00010000, 0x00000400
+_FLAGS_OF_A_THREAD = (_THREAD_FLAG, 0x00000200, _FILES_FLAG)
 _THREAD = sum(_FLAGS_OF_A_THREAD)
 _UNSHARE_FILES = 2  # of close_range
 _OUT_OF_BAND = 1  # MSG_OOB
@@ -82,12 +83,13 @@ REFUSED = """
     landlock_create_ruleset landlock_add_rule landlock_restrict_self seccomp
 """
 # Further calls of agents. They start programs, use sockets (their namespaces reach relays alone), signal their own
-# processes and change their own files. Namespaces, traces, mounts and memory without a process stay refused.
+# processes and change their own files. Namespaces, traces, mounts and memory without a process stay refused: by
+# vmsplice a pipe holds pages that its process has given up.
 _SOCKETS = """
-    connect bind listen accept accept4 sendto sendmsg sendmmsg socketpair close_range splice tee vmsplice
+    connect bind listen accept accept4 sendto sendmsg sendmmsg socketpair splice tee
 """
 _PROCESSES = """
-    fork vfork execve execveat setpgid setsid setpriority prlimit64 setrlimit prctl fcntl
+    fork vfork execve execveat setpgid setsid setpriority prlimit64 setrlimit prctl
     kill tkill tgkill pidfd_open pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo
     sched_setaffinity sched_setparam sched_setscheduler sched_setattr sched_getattr
 """
@@ -97,8 +99,12 @@ _FILES = """
     getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
 """
 _TIMERS = "timer_create timer_settime timer_gettime timer_getoverrun timer_delete"
-_OWN_FILTERS = " seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self"
-OF_AGENTS = _SOCKETS + _PROCESSES + _FILES + _TIMERS + _OWN_FILTERS
+OF_AGENTS = _SOCKETS + _PROCESSES + _FILES + _TIMERS + " seccomp"
+# To agents the kernel seems to have no Landlock: rules are kernel memory without a bound that anybody could measure.
+_LANDLOCK = ("landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self")
+# fcntl: commands below the first number work. Of the others these do; a lease (1024) would hold up everybody who opens
+# the file, and F_NOTIFY (1026) signals.
+_FIRST_OF_LINUX, _OF_LINUX, _LEASES = 1024, (1025, *range(1028, 1040)), (1024, 1026)
 _TYPES_INTO_A_TERMINAL = 0x5412  # ioctl TIOCSTI
 # SO_SNDBUF and SO_RCVBUF, both below 16. The FORCE variants, 32 and 33, need a capability.
 _BUFFER_OPTIONS = (socket.SO_SNDBUF, socket.SO_RCVBUF)
@@ -152,19 +158,36 @@ def _agent_rules(seccomp: Any) -> Any:
     for name in allowed:
         program.add_rule(seccomp.ALLOW, name)
     for name in _known(seccomp, REFUSED):
-        if name not in (*allowed, "socket", "setsockopt"):
+        if name not in (*allowed, *_LANDLOCK, "socket", "setsockopt"):
             program.add_rule(refuse, name)
     # Of TCP and UDP: the buffers of SCTP, MPTCP and others are not measured (memory_watch.py).
     common = seccomp.Arg(2, seccomp.MASKED_EQ, 0xFFFFFFFF & ~_MAX_PROTOCOL, 0)
     for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
         program.add_rule(seccomp.ALLOW, "socket", seccomp.Arg(0, seccomp.EQ, family), common)
     _add_socket_options(seccomp, program)
-    for flag in _bits(_NEW_NAMESPACES):
-        program.add_rule(refuse, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
-    program.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _NEW_NAMESPACES, 0))
+    _add_tables_of_descriptors(seccomp, program, refuse)
     program.add_rule(refuse, "ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, _TYPES_INTO_A_TERMINAL))
     program.add_rule(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.NE, _TYPES_INTO_A_TERMINAL))
     return program
+
+
+def _add_tables_of_descriptors(seccomp: Any, program: Any, refuse: Any) -> None:
+    """Processes and threads, but no namespace, and no thread with descriptors of its own, which are not measured."""
+
+    def low(place: int, mask: int, value: int) -> Any:
+        return seccomp.Arg(place, seccomp.MASKED_EQ, mask, value)
+
+    for flag in _bits(_NEW_NAMESPACES):
+        program.add_rule(refuse, "clone", low(0, flag, flag))
+    program.add_rule(refuse, "clone", low(0, _THREAD_FLAG | _FILES_FLAG, _THREAD_FLAG))
+    for mask, value in ((_THREAD_FLAG, 0), (_THREAD_FLAG | _FILES_FLAG, _THREAD_FLAG | _FILES_FLAG)):
+        program.add_rule(seccomp.ALLOW, "clone", low(0, _NEW_NAMESPACES | mask, value))
+    program.add_rule(seccomp.ALLOW, "close_range", low(2, _UNSHARE_FILES, 0))
+    program.add_rule(refuse, "close_range", low(2, _UNSHARE_FILES, _UNSHARE_FILES))
+    program.add_rule(seccomp.ALLOW, "fcntl", low(1, 0xFFFFFFFF & ~(_FIRST_OF_LINUX - 1), 0))
+    for commands, action in ((_OF_LINUX, seccomp.ALLOW), (_LEASES, refuse)):
+        for command in commands:
+            program.add_rule(action, "fcntl", low(1, 0xFFFFFFFF, command))
 
 
 def _add_socket_options(seccomp: Any, program: Any) -> None:

@@ -4,7 +4,7 @@ It takes commands on a socket of packets, one JSON object each, from the reward 
 
 - `{"op": "start", "id": N, "memory": BYTES}` with two descriptors, the worker's channel and its output
 - `{"op": "measure", "id": N, "ticket": T}`, answered by
-  `{"ticket": T, "usage": {"cpu_s", "num_threads", "scratch_bytes"}}`
+  `{"ticket": T, "usage": {"cpu_s", "num_threads", "scratch_bytes", "watch_bytes"}}`
 - `{"op": "stop", "id": N, "ticket": T}` stops the worker, then as `measure`
 - `{"op": "resume", "id": N}`
 - `{"op": "kill", "id": N}`
@@ -31,12 +31,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from . import confine, scratch, worker
+from .kernel_memory import descriptor_bytes
 
 PACKET_BYTES = 65536
 # A worker's descriptors: standard input, output, error, and its channel.
 _CHANNEL_FD = 3
 _NICE, _MAX_REMOVERS = 10, 4
 _REASON_CHARS = 500
+# Of a worker's watches and locks on files.
+MOST_WATCH_BYTES = 8 * 2**20
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -229,7 +232,13 @@ class SandboxSupervisor:
             cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
             folder = self._folders[number]
             scratch_bytes = scratch.size(folder) + scratch.nameless_size(pid, folder)
-            return {"cpu_s": cpu_s, "num_threads": int(fields[17]), "scratch_bytes": scratch_bytes}
+            watch_bytes = descriptor_bytes([pid], MOST_WATCH_BYTES)
+            return {
+                "cpu_s": cpu_s,
+                "num_threads": int(fields[17]),
+                "scratch_bytes": scratch_bytes,
+                "watch_bytes": watch_bytes,
+            }
         except (KeyError, OSError, ValueError, IndexError):
             return None
 
