@@ -50,7 +50,19 @@ def _python(*words: str) -> tuple[str, ...]:
     return (sys.executable, *words)
 
 
+_ATTACKS = (
+    "tests/integration/reward/sandbox/test_attacks.py",
+    "tests/integration/agents/test_agent_attacks.py",
+    "tests/integration/environments/test_mcp_sessions.py",
+    "tests/unit/reward/functions/test_json_server.py",
+)
 _COMMANDS = (
+    Area(
+        "attacks",
+        "every attack of sandboxed code at each level of confinement, beside benign calls",
+        (*_PYTEST, "-m", "long or not long", *_ATTACKS),
+        60,
+    ),
     Area("demo", "the README's first command, to its report", _python("examples/arithmetic/demo.py"), 15),
     Area("site", "the documentation as a site, every link and anchor", ("make", "docs"), 10),
     Area("browser", "HTTP APIs and the page against other sites, in Chromium", (*_PYTEST, *_PAGES), 20, "chromium"),

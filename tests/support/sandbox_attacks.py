@@ -1,7 +1,8 @@
 """What hostile or careless user code does, and which kind of failure that has to be, at every level of the sandbox.
 
-`python -m tests.support.sandbox_attacks LEVEL USER` runs them all in one sandbox, each beside a bystander, and prints
-what became of each as JSON. USER is `root`, or `plain`: then the process first becomes a user without any privilege.
+`python -m tests.support.sandbox_attacks LEVEL USER [without_landlock]` runs them all in one sandbox, each beside a
+bystander, and prints the outcome of each as JSON. USER is `root`, or `plain`: then the process first becomes a user
+without any privilege.
 What it is not: a test; tests/integration/reward/sandbox/test_attacks.py runs it and judges.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import json
 import os
 import socket
@@ -18,11 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pyseccomp
 import structlog
 
 from gspo.reward.sandbox.calls import CallError, CallLimits, Code
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.inside import confine
+from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.levels import try_level
 
 LIMITS = CallLimits(timeout_s=20.0, memory_mb=256)
@@ -376,11 +380,26 @@ REPLIES = [
     Attack("builtins changed", "builtins.len = builtins.isinstance = lambda *a: 100", "forbidden"),
 ]
 ALL = [*TIME, *SIZE, *END, *PROCESSES, *NETWORK, *FILES, *REPLIES]
+# Those that the level rlimits ends too: it is for code that may reach what its user reaches.
+OF_TRUSTED = [*TIME, *END, *REPLIES, *(attack for attack in SIZE if attack.name in ("memory bomb", "a huge answer"))]
+# What differs on a kernel without Landlock: no signal at all, and the sandbox's own folders may be listed. Watches and
+# locks are not counted there: workers are closed to their supervisor too.
+WITHOUT_LANDLOCK = {
+    **dict.fromkeys(("killed by itself", "its group killed", "a signal to everybody"), "forbidden"),
+    **dict.fromkeys(("the user's home", "the root", "scratch of others"), "None"),
+    **dict.fromkeys(("locks on parts of files", "watches of epoll"), "None"),
+    **dict.fromkeys(("last to go where memory ends", "what the supervisor has open"), "forbidden or None"),
+}
+
+
+def attacks(level_name: str) -> list[Attack]:
+    """The attacks of a level."""
+    return OF_TRUSTED if level_name == "rlimits" else ALL
 
 
 async def run(level_name: str) -> dict[str, Any]:
     """Every attack's outcome by its name; `listened` tells whether anything reached the sockets."""
-    found = await try_level(level_name)  # type: ignore[arg-type]
+    found = ConfinementLevel("rlimits") if level_name == "rlimits" else await try_level(level_name)  # type: ignore[arg-type]
     code = Code("attacks", RUNNER, "0" * 64, "runner.py")
     num_workers = 2 * AT_ONCE + 1
     patient, short = (Sandbox(code, limits, found, num_workers=num_workers) for limits in (LIMITS, SHORT))
@@ -409,7 +428,7 @@ async def run(level_name: str) -> dict[str, Any]:
                     outcomes[attack.name] = await _beside_a_bystander(sandbox, known + attack.source)
 
             calling = asyncio.create_task(_call_on(benign))
-            await asyncio.gather(*(suffer(attack) for attack in ALL))
+            await asyncio.gather(*(suffer(attack) for attack in attacks(level_name)))
             calling.cancel()
             outcomes["benign_s"] = await calling
             alive = [sandbox._supervisor for sandbox in (patient, short)]
@@ -486,9 +505,18 @@ def become_plain() -> None:
     confine.drop_capabilities()
 
 
+def lose_landlock() -> None:
+    """Be on a kernel without Landlock, for this process and those that it starts."""
+    refusal = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
+    refusal.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "landlock_create_ruleset")
+    refusal.load()
+
+
 if __name__ == "__main__":
     os.environ["GSPO_SECRET"] = SECRET
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if sys.argv[2] == "plain":
         become_plain()
+    if sys.argv[3:] == ["without_landlock"]:
+        lose_landlock()
     print(json.dumps(asyncio.run(run(sys.argv[1]))))  # noqa: T201

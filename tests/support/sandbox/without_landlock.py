@@ -7,19 +7,17 @@ calls as JSON. What it is not: a test; tests/integration/reward/sandbox/test_att
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import sys
 from dataclasses import asdict
 from typing import Any
 
-import pyseccomp
 import structlog
 
 from gspo.reward.sandbox.calls import Code
 from gspo.reward.sandbox.execution import Sandbox
 from gspo.reward.sandbox.levels import try_level
-from tests.support.sandbox_attacks import ALL, LIMITS, RUNNER, _outcome
+from tests.support.sandbox_attacks import ALL, LIMITS, RUNNER, _outcome, lose_landlock
 
 WAITS = "import time\ndef values():\n    time.sleep(2)\n    return [1.0, 2.0]"
 
@@ -38,7 +36,5 @@ async def _run() -> dict[str, Any]:
 
 if __name__ == "__main__":
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    refusal = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-    refusal.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "landlock_create_ruleset")
-    refusal.load()
+    lose_landlock()
     print(json.dumps(asyncio.run(_run())))  # noqa: T201

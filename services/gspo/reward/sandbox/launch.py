@@ -139,7 +139,7 @@ async def start_supervisor(
 
 def _bubblewrap(places: Sequence[Path], uid: int, num_slots: int) -> list[str]:
     """The command line before the program: no capabilities, a file system of the named paths, and scratch."""
-    words = [*new_namespaces(uid), *system_folders(), *proc_and_dev()]
+    words = [*new_namespaces(uid), *system_folders(), *proc_and_dev(), "--remount-ro", "/dev"]
     for folder in (_SCRATCH_INSIDE, *(f"{_SCRATCH_INSIDE}/{slot}" for slot in range(num_slots))):
         words += memory_folder(folder, SCRATCH_BYTES)
     words += shown_paths([*map(Path, (*ETC, *SHOWN)), *places])

@@ -1,6 +1,6 @@
 """Memory that the kernel holds for a process and charges to none, read from its files in /proc.
 
-The kernel has no bound on locks on parts of files. What epoll and inotify watch has one for all processes of a user,
+The kernel has no bound on locks on parts of files. Watches of epoll and inotify have one for all processes of a user,
 also the service. Shared memory stays after a process has given up its pages, as long as it is mapped.
 """
 

@@ -104,6 +104,9 @@ class SandboxSupervisor:
         report = {"landlock": self._rules.abi, "own_user": is_own}
         confine.drop_capabilities()
         confine.no_new_privileges()
+        if not self._rules.abi:
+            # Workers inherit it: they may not be open to each other even at their start, as a write of their own needs.
+            confine.be_first_to_go()
         confine.hide()
         return report
 
@@ -153,13 +156,12 @@ class SandboxSupervisor:
             channel = _take_descriptors(*descriptors)
             os.chdir(folder)
             _use_as_temporary(folder)
-            confine.show()
-            confine.be_first_to_go()
+            if self._rules.abi:  # Landlock keeps other workers out, which have the same user
+                confine.show()
+                confine.be_first_to_go()
             self._rules.apply(folder)
             task = self._task
             confine.limit(confine.WorkerBounds(memory, task["file_bytes"], task["num_files"], task["num_tasks"]))
-            if not self._rules.abi:
-                confine.hide()  # Landlock keeps other workers out, which have the same user
             if self._program:
                 confine.load_filter(self._program)
             sys.stdout, sys.stderr = _text_to(1), _text_to(2)
