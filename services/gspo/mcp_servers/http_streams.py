@@ -16,6 +16,7 @@ from gspo.common.network.environment_server import (
     retry_after_s,
     server_header,
 )
+from gspo.common.network.outer_http import no_cookies, outer_headers
 from gspo.mcp_servers.stdio_streams import MAX_MESSAGE_BYTES, TOO_LARGE
 
 if TYPE_CHECKING:
@@ -40,10 +41,9 @@ class HttpStreams:
         """Exchange messages; the session ends with the block."""
         timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
         transport = _BoundedTransport(self)
-        # Not compressed: a small answer could unpack to more than the limit. Another encoding is refused.
-        headers = {**server_header(), "accept-encoding": "identity"}
+        headers = outer_headers(server_header())
         async with (
-            httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport) as client,
+            httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport, cookies=no_cookies()) as client,
             streamable_http_client(self._url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES) as streams,
         ):
             yield streams

@@ -21,6 +21,7 @@ import httpx
 
 from gspo.common.model.chat_messages import is_observation
 from gspo.common.network.api_keys import key_header
+from gspo.common.network.outer_http import AnswerTooLargeError, bounded_answer, outer_client
 from gspo.common.plain_json import plain_json, whole_text
 from gspo.common.score_numbers import NUMBER_RULE, bounded_number
 
@@ -107,11 +108,9 @@ class HttpSessions:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        # Not compressed: a small reply could unpack to more than the limit. The caller has the time limits.
-        headers = {**server_header(), "accept-encoding": "identity"}
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)  # the caller has the other limits
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
-        self._client = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits)
+        self._client = outer_client(server_header(), timeout, limits=limits)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -164,14 +163,12 @@ class HttpSessions:
         where = self._url + path
         content = None if body is None else json.dumps(whole_text(body))
         headers = {"content-type": "application/json"} if content else {}
-        received = bytearray()
         try:
-            async with self._client.stream(method, where, content=content, params=query, headers=headers) as reply:
-                async for part in reply.aiter_raw():
-                    received += part
-                    if len(received) > MAX_REPLY_BYTES:
-                        text = f"{where} answered with more than {MAX_REPLY_BYTES} bytes"
-                        raise ServerTroubleError("output_too_large", text)
+            reply, received = await bounded_answer(
+                self._client, method, where, MAX_REPLY_BYTES, content=content, params=query, headers=headers
+            )
+        except AnswerTooLargeError as error:
+            raise ServerTroubleError("output_too_large", f"{where} {error}") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
             text = f"{where} gives no answer ({type(error).__name__}: {error})"
             raise ServerTroubleError("environment_unreachable", text) from error

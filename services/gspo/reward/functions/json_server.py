@@ -12,12 +12,14 @@ from typing import Any
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, stop_never, wait_exponential_jitter
 
-from gspo.common.plain_json import whole_text
+from gspo.common.network.outer_http import AnswerTooLargeError, bounded_answer, outer_client
+from gspo.common.plain_json import TOO_MANY_MEMBERS, has_many_members, whole_text
 from gspo.reward.sandbox.calls import CallError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 TEXT_CHARS = 300
 _CONNECT_S = 10.0
+_JSON = {"content-type": "application/json"}
 
 
 class ServerBusyError(Exception):
@@ -45,7 +47,7 @@ class JsonServer:
     def __init__(self, url: str, *, timeout_s: float, headers: dict[str, str] | None = None) -> None:
         self._url, self._timeout_s = url, timeout_s
         limits = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
-        self._client = httpx.AsyncClient(timeout=limits, headers=headers)
+        self._client = outer_client(headers or {}, limits)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -55,13 +57,15 @@ class JsonServer:
         """Whether an error of this HTTP status may be gone at the next try: the server is busy, or failed."""
         return status == httpx.codes.TOO_MANY_REQUESTS or httpx.codes.is_server_error(status)
 
-    def read_reply(self, reply: httpx.Response) -> Any:
+    def read_reply(self, body: bytes) -> Any:
         """The value of an answer that may have any content.
 
         Raises:
-            ValueError, RecursionError: It has another form than JSON.
+            ValueError, RecursionError: It has another form than JSON, or too many members.
         """
-        return whole_text(reply.json())
+        if has_many_members(body):
+            raise ValueError(TOO_MANY_MEMBERS)
+        return whole_text(json.loads(body))
 
     def note_problem(self, problem: str) -> None:
         """Called with the error of each try that another one follows."""
@@ -101,18 +105,21 @@ class JsonServer:
 
     async def _post_once(self, content: str) -> Any:
         try:
-            reply = await self._client.post(self._url, content=content, headers={"content-type": "application/json"})
+            reply, body = await bounded_answer(
+                self._client, "POST", self._url, self.max_reply_bytes, content=content, headers=_JSON
+            )
+        except AnswerTooLargeError as error:
+            raise CallError("output_too_large", f"{self._url} {error}") from error
         except httpx.TransportError as error:
             raise ServerBusyError(f"{type(error).__name__}: {error}") from error
+        shown = body[:TEXT_CHARS].decode(errors="replace")
         if not reply.is_success:
-            status = f"HTTP {reply.status_code}: {reply.text[:TEXT_CHARS]}"
+            status = f"HTTP {reply.status_code}: {shown}"
             if self.is_passing(reply.status_code):
                 raise ServerBusyError(status)
             raise CallError("exception", f"{self._url} answered {status}")
-        if len(reply.content) > self.max_reply_bytes:
-            raise CallError("output_too_large", f"{self._url} answered with {len(reply.content)} bytes")
         try:
-            return self.read_reply(reply)
+            return self.read_reply(body)
         except (ValueError, RecursionError) as error:
-            text = f"{self._url} answered with something else than JSON: {reply.text[:TEXT_CHARS]}"
+            text = f"{self._url} answered with something else than JSON: {shown}"
             raise CallError("invalid_return", text) from error

@@ -280,6 +280,26 @@ async def test_a_storm_from_one_address_takes_half_of_the_connections_and_nobody
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_a_proxy_may_have_half_of_the_connections_that_are_set() -> None:
+    """300 agents behind one address, each with a connection that it keeps for all its requests."""
+    server = HttpServer(Echo(), "127.0.0.1", 0, ServicesConfig(http_connections=600))
+    task = asyncio.create_task(server.run())
+    port = int(server.address.rpartition(":")[2])
+    agents = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+    for _ in range(2):
+        for _, writer in agents:
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(30):
+            heads = await asyncio.gather(*(reader.readuntil(b"\r\n\r\n") for reader, _ in agents))
+        assert {head.split(b"\r\n")[0] for head in heads} == {b"HTTP/1.1 200 OK"}
+        for reader, _ in agents:
+            await reader.read(2**16)
+    for _, writer in agents:
+        writer.close()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 def num_descriptors() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
