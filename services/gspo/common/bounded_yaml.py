@@ -6,11 +6,11 @@ from typing import Any
 
 import yaml
 
-_MOST_BYTES, _MOST_DEPTH, _MOST_VALUES = 4 << 20, 100, 200_000
+_MOST_BYTES, _MOST_DEPTH, _MOST_VALUES = 1 << 20, 100, 50_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without tags and without repeated keys, which YAML forbids and PyYAML accepts.
+    """YAML without tags, keys of several values, and repeated keys, which YAML forbids and PyYAML accepts.
 
     The parser's events come one by one, so a bound is checked before a value beyond it is built. An alias counts as
     much as the value that it repeats.
@@ -49,6 +49,8 @@ class _Loader(yaml.SafeLoader):
         """A mapping whose keys all differ."""
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error("a key is one word or number, and this is a list or a mapping", key.start_mark)
             if key.value in seen:
                 raise _error(f"'{key.value}' is there twice", key.start_mark)
             seen.add(key.value)

@@ -31,6 +31,14 @@ def test_a_template_without_an_end_is_refused(tmp_path: Path, case: str, file: s
         check_chat_template(tmp_path)
 
 
+@pytest.mark.parametrize("templates", [["{{ 1 }}"] * 100, ["{{ 1 }}" * 200_000]], ids=["many", "long"])
+def test_templates_beyond_the_bound_are_not_tried(tmp_path: Path, templates: list[str]) -> None:
+    named = [{"name": str(number), "template": template} for number, template in enumerate(templates)]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    with pytest.raises(InputError, match="has more than 20 chat templates, or of 1,048,576 characters together"):
+        check_chat_template(tmp_path)
+
+
 def test_other_templates_pass(tmp_path: Path) -> None:
     """Also those that refuse the messages of the trial."""
     known = [value for value in vars(chat_templates).values() if isinstance(value, str) and "{%" in value]

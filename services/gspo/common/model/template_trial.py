@@ -23,6 +23,9 @@ from gspo.common.service.module_command import module_command
 _MOST_SECONDS, _MOST_BYTES = 5, 1 << 30
 # A short conversation has some hundred characters, and a template adds a system prompt and tools to it.
 _MOST_CHARACTERS = 1 << 20
+# By name: published models have up to four.
+_MOST_TEMPLATES = 20
+_FIX = "Take the model from a source that you trust, or correct chat_template in its tokenizer files"
 _TOO_LONG, _TOO_MUCH = 3, 4
 _NUMBERED = {"type": "object", "properties": {"number": {"type": "integer", "description": "A number"}}}
 _TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": _NUMBERED}}]
@@ -46,10 +49,16 @@ def check_chat_template(folder: Path) -> None:
     """Render a few short conversations by the template of a model folder, if it has one.
 
     Raises:
-        InputError: They take too much time or memory, or the text is endless. A conversation that the template refuses
-            passes.
+        InputError: They take too much time or memory, the text is endless, or there are too many templates. A
+            conversation that the template refuses passes.
     """
-    for template in _templates(folder):
+    templates = _templates(folder)
+    if len(templates) > _MOST_TEMPLATES or sum(map(len, templates)) > _MOST_CHARACTERS:
+        rule = (
+            f"{folder} has more than {_MOST_TEMPLATES} chat templates, or of {_MOST_CHARACTERS:,} characters together"
+        )
+        raise InputError("model.path", rule, _FIX)
+    for template in templates:
         command = module_command(__name__)
         try:
             done = subprocess.run(command, input=template.encode(), capture_output=True, timeout=60, check=False)
@@ -67,7 +76,7 @@ def _endless(folder: Path, what: str) -> InputError:
     return InputError(
         "model.path",
         f"the chat template of {folder} {what} for a conversation of a few words",
-        "Take the model from a source that you trust, or correct chat_template in its tokenizer files",
+        _FIX,
     )
 
 
