@@ -15,8 +15,7 @@ import numpy as np
 
 from benchmarks import CACHE
 from benchmarks.harness.workload import GROUP_SIZE, GROUPS, write_config
-from gspo.cli.rundir.start import ENVIRONMENT_NAME
-from gspo.common.config.loading import CONFIG_NAME
+from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME
 from gspo.learner.assembly.rows import Row
 from gspo.learner.storage.step_log import StepLog
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
@@ -299,8 +300,9 @@ def test_several_files_and_the_best_version_are_distinguished(path: Path) -> Non
             evaluate(run_dir, version, hard, "hard<b>", newest_version=version + 1.0)
         train(run_dir, 1, 2)
     # The headline is of the file that the run's configuration names first.
-    config = (path / CONFIG_NAME).read_text().replace("  prompts: null", "  prompts: {easy: e.jsonl, hard: h.jsonl}")
-    (path / CONFIG_NAME).write_text(config.replace("keep_best: null", "keep_best: sampled_mean"))
+    config = yaml.safe_load((path / CONFIG_NAME).read_text())
+    config["evaluation"] = {"prompts": {"easy": "e.jsonl", "hard": "h.jsonl"}, "keep_best": "sampled_mean"}
+    (path / CONFIG_NAME).write_text(yaml.safe_dump(config))
     summary, text = report(path)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, 0.75)
     assert (summary["pass_at_k_before"], summary["pass_at_k_after"]) == (0.625, 0.875)

@@ -155,8 +155,6 @@ def test_percentiles_are_bounds_of_their_buckets() -> None:
     [
         ({}, "path: is missing"),
         ({"path": "a.py", "builtin": "regex"}, "builtin: stands beside path"),
-        ({"builtin": "regex", "version": "0123456789"}, "has no registered version"),
-        ({"name": "a", "entry": "b"}, "entry: belongs to a file"),
         ({"url": "ftp://a"}, "String should match"),
         ({"builtin": "magic"}, "Input should be"),
     ],

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo.cli.replay.replay_plan import ReplayPlan
-from gspo.cli.rundir.start import ENVIRONMENT_NAME, environment
-from gspo.common.config.loading import CONFIG_NAME, parse_config, write_config
+from gspo.cli.rundir.start import environment
+from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, parse_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.durable_write import replace_file

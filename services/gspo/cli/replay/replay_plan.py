@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from gspo.cli.replay.replay_keys import OPTION, SHAPES, ChangedKeys, change_keys
-from gspo.cli.rundir.start import ENVIRONMENT_NAME, check_run_dir, environment
-from gspo.common.config.loading import CONFIG_NAME, read_mapping
+from gspo.cli.rundir.start import check_run_dir, environment
+from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, read_mapping
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.runlog.checkpoint_files import whole_checkpoints

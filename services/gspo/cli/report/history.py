@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo.cli.rundir.start import ENVIRONMENT_NAME
-from gspo.common.config.loading import CONFIG_NAME, read_config
+from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.runlog.run_log import EvaluationRecord, RunLog, SettledRecord, best_evaluated

@@ -23,6 +23,7 @@ from gspo.cli.rundir.data_record import check_unchanged, digests_of, write_recor
 from gspo.cli.rundir.user_config import UserConfig, read_user_config
 from gspo.common.config.loading import (
     CONFIG_NAME,
+    ENVIRONMENT_NAME,
     changed_keys,
     check_resume,
     describe_change,
@@ -37,7 +38,7 @@ from gspo.runlog.data_files import DATA_FILES, Digests
 from gspo.runlog.run_log import LOG_FOLDER, LOSS_NAME, RunLog
 from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_FAILED, RUN_END_STOPPED, RunEnd
 
-SERVICES_DIR, ENVIRONMENT_NAME = "services", "environment.json"
+SERVICES_DIR = "services"
 _SUPERVISOR_NAME = "supervisor.json"
 SUMMARY_NAME, PAGE_NAME = "summary.json", "report.html"
 # `end` of the summary: how the run ended.

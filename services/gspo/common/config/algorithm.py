@@ -5,11 +5,12 @@ gspo_core computes it, from plain numbers that the learner reads here.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from gspo.common.config.fields import FilePath, Section
+from gspo.common.config.fields import FilePath, Owner, Section
 from gspo.common.config.presets import (
     CLIP_DEFAULTS,
     DUAL_CLIP_DEFAULT,
@@ -21,6 +22,16 @@ from gspo.common.config.presets import (
 )
 
 RewardNorm = Literal["group", "batch", "running", "leave_one_out"]
+_KL_LOSS = Owner("algorithm.use_kl_loss: true", attrgetter("use_kl_loss"), ("use_kl_loss",))
+_TOKEN_KL = Owner("algorithm.add_token_level_kl: true", attrgetter("add_token_level_kl"), ("add_token_level_kl",))
+_OVERLONG = Owner("algorithm.overlong_buffer", lambda section: section.overlong_buffer is not None)
+_CORRECTION = Owner("algorithm.behavior_correction: mask", lambda section: section.behavior_correction != "none")
+_LOWER_BOUND = Owner("algorithm.behavior_correction: mask", lambda section: not section.only_caps)
+_RETURNS = Owner("algorithm.adv_estimator: reinforce", lambda section: section.adv_estimator not in ESTIMATOR_NORMS)
+_SEQUENCES = Owner("algorithm.importance_sampling: seq", lambda section: section.importance_sampling != "token")
+_SEQUENCE_CLIP = Owner(
+    "algorithm.objective: clip and algorithm.importance_sampling: seq", attrgetter("clips_sequences")
+)
 
 
 class LossConfig(Section):
@@ -34,11 +45,7 @@ class LossConfig(Section):
         False, description="Keep the original model, and pass its log-probs to the function as reference_BT"
     )
 
-    @model_validator(mode="after")
-    def _belongs_to_a_file(self) -> LossConfig:
-        if self.path is None:
-            self.check_defaults("belongs to a file", "Set algorithm.loss.path, or leave it out")
-        return self
+    OWNER = Owner("algorithm.loss.path", lambda loss: loss.path is not None, ("path",))
 
 
 class AlgorithmConfig(Section):
@@ -55,7 +62,7 @@ class AlgorithmConfig(Section):
     importance_sampling: Literal["seq", "seq_token", "token"] = Field(
         "seq", description="Ratio of the sequence (GSPO), of the sequence with token gradients, or of each token (GRPO)"
     )
-    ratio_of: Literal["rollout", "branch"] = Field(
+    ratio_of: Annotated[Literal["rollout", "branch"], _SEQUENCES] = Field(
         "rollout", description="Tokens that share a ratio of seq or seq_token: the whole rollout's, or each branch's"
     )
     objective: Literal["clip", "cispo", "dppo_tv", "dppo_kl"] = Field(
@@ -83,7 +90,7 @@ class AlgorithmConfig(Section):
     pg_clip_high: PositiveFloat | None = Field(
         None, description="Ratios above 1 + pg_clip_high are clipped; 4e-4 for seq, 0.27 for token. Under dppo as above"
     )
-    pg_clip_reference_length: PositiveInt | None = Field(
+    pg_clip_reference_length: Annotated[PositiveInt | None, _SEQUENCE_CLIP] = Field(
         None,
         description="Answer length, in tokens, that the sides of the clip are meant for. An answer of L tokens has "
         "sides sqrt(pg_clip_reference_length / L) times as wide. null: the same for every length, as in the paper",
@@ -108,26 +115,28 @@ class AlgorithmConfig(Section):
         description="Weight advantages by old over behavior (recompute alone), truncated or masked. Under inference, "
         "mask compares the present policy with behavior",
     )
-    behavior_level: Literal["sequence", "token", "product"] = Field(
+    behavior_level: Annotated[Literal["sequence", "token", "product"], _CORRECTION] = Field(
         "sequence",
         description="Weight of each sequence by its mean log-ratio, of each token, or of each sequence by the product "
         "over its tokens",
     )
-    behavior_low: float = Field(
+    behavior_low: Annotated[float, _CORRECTION, _LOWER_BOUND] = Field(
         0.5,
         ge=0,
         le=1,
         description="Lower bound of that weight (mask, and truncate of a product); at least 0.01 for a product",
     )
-    behavior_high: float = Field(2.0, ge=1, description="Upper bound of that weight; at most 100 for a product")
+    behavior_high: Annotated[float, _CORRECTION] = Field(
+        2.0, ge=1, description="Upper bound of that weight; at most 100 for a product"
+    )
     use_kl_loss: bool = Field(False, description="Add a KL term to the original model to the loss")
-    kl_loss_coef: NonNegativeFloat = Field(0.001, description="Factor of that term")
-    kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that term")
+    kl_loss_coef: Annotated[NonNegativeFloat, _KL_LOSS] = Field(0.001, description="Factor of that term")
+    kl_kind: Annotated[Literal["k1", "k2", "k3"], _KL_LOSS] = Field("k3", description="Estimator of that term")
     entropy_coef: NonNegativeFloat = Field(0.0, description="Factor of an entropy bonus in the loss")
     add_token_level_kl: bool = Field(
         False, description="Subtract kl_coef times k1 to the reference from each token's reward"
     )
-    kl_coef: NonNegativeFloat = Field(0.001, description="Factor of that subtraction")
+    kl_coef: Annotated[NonNegativeFloat, _TOKEN_KL] = Field(0.001, description="Factor of that subtraction")
     reward_norm: RewardNorm | None = Field(
         None,
         description="Moments that rewards are normalised with. adv_estimator: grpo means group, rloo leave_one_out",
@@ -135,14 +144,16 @@ class AlgorithmConfig(Section):
     reward_shift: bool = Field(False, description="Only subtract the mean")
     reward_scale: bool = Field(False, description="Only divide by the standard deviation")
     reward_clip: PositiveFloat | None = Field(None, description="Bound of a normalised reward")
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount of the return-to-go; under reinforce alone")
+    gamma: Annotated[float, _RETURNS] = Field(
+        1.0, gt=0, le=1, description="Discount of the return-to-go; under reinforce alone"
+    )
     whiten_advantages: bool = Field(False, description="Normalise advantages over all tokens of the batch")
     advantage_clip: PositiveFloat | None = Field(None, description="Bound of an advantage")
     mask_truncated: bool = Field(False, description="Leave truncated answers out")
     overlong_buffer: PositiveInt | None = Field(
         None, description="Tokens before response_length in which the reward decreases; null: no penalty"
     )
-    overlong_penalty: PositiveFloat = Field(
+    overlong_penalty: Annotated[PositiveFloat, _OVERLONG] = Field(
         1.0, description="Penalty at response_length; it grows linearly over the buffer"
     )
     filter_zero_spread: bool = Field(False, description="Replace groups with equal rewards")
@@ -179,29 +190,12 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _ratio_is_of_sequences(self) -> AlgorithmConfig:
-        if self.ratio_of == "branch" and self.importance_sampling == "token":
-            raise self.wrong(
-                "ratio_of",
-                "has no effect with importance_sampling: token, where each token has a ratio of its own",
-                "Leave it out, or set importance_sampling: seq",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _objective_fits_its_ratio(self) -> AlgorithmConfig:
         if self.objective != "clip" and self.dual_clip is not None:
             raise self.wrong(
                 "dual_clip_loss",
                 f"bounds the clipped ratio, and objective: {self.objective} has bounds of its own",
                 "Leave it out, or set objective: clip",
-            )
-        if self.pg_clip_reference_length is not None and not self.clips_sequences:
-            raise self.wrong(
-                "pg_clip_reference_length",
-                "widens the clip of a sequence's ratio for short answers, and there is none under objective: "
-                f"{self.objective} with importance_sampling: {self.importance_sampling}",
-                "Leave it out, or set objective: clip and importance_sampling: seq",
             )
         if not self.bounds_divergence:
             return self
@@ -241,13 +235,6 @@ class AlgorithmConfig(Section):
                 "changes the meaning of moments, and reward_norm leave_one_out only subtracts a mean",
                 "Leave it out",
             )
-        if self.adv_estimator in ESTIMATOR_NORMS and self.gamma != 1:
-            raise self.wrong(
-                "gamma",
-                f"discounts the return of reinforce, and under adv_estimator: {self.adv_estimator} every token has its "
-                "answer's advantage",
-                "Leave gamma out, or set adv_estimator: reinforce",
-            )
         return self
 
     @model_validator(mode="after")
@@ -275,23 +262,6 @@ class AlgorithmConfig(Section):
                 "behavior_correction",
                 "weights by recomputed log-probs over the engine's, and that weight is the ratio under inference",
                 "Set old_logprobs: recompute, or objective: cispo, whose clip truncates it",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _correction_uses_its_keys(self) -> AlgorithmConfig:
-        if self.behavior_correction == "none":
-            self.check_defaults(
-                "has no effect under behavior_correction: none, where every weight is 1",
-                "Leave it out, or set behavior_correction: mask",
-                ("behavior_level", "behavior_low", "behavior_high"),
-            )
-        if self._only_caps:
-            self.check_defaults(
-                "has no effect under behavior_correction: truncate with behavior_level: "
-                f"{self.behavior_level}, where weights have an upper bound alone",
-                "Leave it out, or set behavior_correction: mask",
-                ("behavior_low",),
             )
         return self
 
@@ -410,10 +380,10 @@ class AlgorithmConfig(Section):
         """(lowest, highest) weight of the behavior correction; None without one."""
         if self.behavior_correction == "none":
             return None
-        return 0.0 if self._only_caps else self.behavior_low, self.behavior_high
+        return 0.0 if self.only_caps else self.behavior_low, self.behavior_high
 
     @property
-    def _only_caps(self) -> bool:
+    def only_caps(self) -> bool:
         """Whether the correction has no lower bound: one would raise the weight of tokens that the policy moved from.
 
         A product falls with an answer's length too, and has both.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
 
-from gspo.common.config.fields import FIXED, ON_GPUS, ON_RESUME, FilePath, FreeMapping, Section
+from gspo.common.config.fields import FIXED, ON_GPUS, ON_RESUME, FilePath, FreeMapping, Owner, Section
 
 # On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: it stays in the cache.
 MICRO_BATCH_TOKENS = 2048
@@ -93,6 +94,7 @@ class GenerationConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters (LoRA): train them instead of the weights."""
 
+    OWNER = Owner("learner.lora.rank, such as 16", attrgetter("rank"), ("rank",))
     rank: int = Field(0, ge=0, description="Rank of the adapters; 0 trains the weights themselves")
     alpha: PositiveFloat = Field(32.0, description="The adapters' product is scaled by alpha / rank")
     dropout: float = Field(
@@ -104,13 +106,6 @@ class LoraConfig(Section):
         description="Layers with adapters, by the end of their names in the checkpoint, such as q_proj; all-linear:"
         " all, also experts and routers",
     )
-
-    @model_validator(mode="after")
-    def _is_on_where_it_is_described(self) -> LoraConfig:
-        if not self.rank:
-            rule = "has no effect with rank 0, which trains the weights themselves"
-            self.check_defaults(rule, "Set learner.lora.rank, such as 16")
-        return self
 
 
 class LearnerConfig(Section):

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from gspo.common.config.fields import FIXED, ON_RESUME, FilePath, RunName, Section
+from gspo.common.config.fields import FIXED, ON_RESUME, FilePath, Owner, RunName, Section
 from gspo.common.errors import ConfigError, nearest
 
 # Figures part_NAME_mean of a step or an evaluation, at most: their names come from the user's functions.
@@ -30,6 +30,7 @@ class EvaluationConfig(Section):
     """Measuring the policy on prompts that are never trained on."""
 
     may_change = True
+    OWNER = Owner("evaluation.prompts", lambda evaluation: evaluation.prompts is not None, ("prompts",))
 
     prompts: FilePath | dict[RunName, FilePath] | None = Field(
         None,
@@ -97,13 +98,6 @@ class EvaluationConfig(Section):
         """
         if self.keep_best is None:
             return None
-        if not self.files:
-            raise ConfigError(
-                "evaluation.keep_best",
-                self.keep_best,
-                "is measured on held-out prompts, and there are none",
-                "Set evaluation.prompts, or leave keep_best out",
-            )
         if not self.hold_weights:
             raise ConfigError(
                 "evaluation.keep_best",
@@ -137,6 +131,7 @@ class EvaluationConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases."""
 
+    OWNER = Owner("tracking.wandb.project", lambda wandb: wandb.project is not None, ("project",))
     project: str | None = Field(
         None, min_length=1, description="Project that the run is shown in; none is off", json_schema_extra=ON_RESUME
     )

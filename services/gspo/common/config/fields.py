@@ -5,12 +5,23 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    ValidationInfo,
+    model_serializer,
+    model_validator,
+)
 from pydantic.config import JsonDict
 
 from gspo.common.errors import ConfigError
@@ -98,27 +109,87 @@ FIXED: JsonDict = {"on_resume": False}
 ON_GPUS = "on_gpus"
 
 
+# Values that are off: they claim no effect, so they may stand anywhere.
+_OFF: tuple[Any, ...] = (None, False, (), {}, "")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The keys without which a key has no effect; in the annotation of that key, or of a whole section.
+
+    Args:
+        text: The keys as a user sets them, such as `algorithm.use_kl_loss: true`.
+        is_there: Whether a section has them.
+        keys: Of a section: those that make the owner. Of a key: a switch, which may be written as off beside the key.
+    """
+
+    text: str
+    is_there: Callable[[Any], bool]
+    keys: tuple[str, ...] = ()
+
+
 class Section(BaseModel):
     """A part of the configuration: frozen; unknown keys, infinite numbers and NaN are refused.
 
     Attributes:
         may_change: Whether its keys may change when a run is resumed.
+        OWNER: Of all keys but those that make it; None: the section always has an effect.
+        REMOVED: Keys that older runs have stored, with the value that then had no effect.
     """
 
     may_change: ClassVar[bool] = False
+    OWNER: ClassVar[Owner | None] = None
+    REMOVED: ClassVar[Mapping[str, Any]] = {}
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     def wrong(self, key: str, rule: str, fix: str) -> ConfigError:
         """The error of a key of this section, or of one within, whose value breaks a rule."""
         return ConfigError(key, attrgetter(key)(self), rule, fix)
 
-    def check_defaults(self, rule: str, fix: str, keys: Iterable[str] | None = None) -> None:
-        """Refuse a key with another value than its default, where no other would have an effect.
-
-        Args:
-            keys: The section's keys that have none; all of them by default.
-        """
-        fields = type(self).model_fields
-        for key in fields if keys is None else keys:
-            if getattr(self, key) != fields[key].get_default(call_default_factory=True, validated_data={}):
+    def check_defaults(self, rule: str, fix: str, keys: Iterable[str]) -> None:
+        """Refuse a key with another value than its default, where no other would have an effect."""
+        for key in keys:
+            if getattr(self, key) != self._default(key):
                 raise self.wrong(key, rule, fix)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed_keys(cls, keys: Any, info: ValidationInfo) -> Any:
+        if not isinstance(keys, dict) or not _is_old(info):
+            return keys
+        return {key: value for key, value in keys.items() if key not in cls.REMOVED or value != cls.REMOVED[key]}
+
+    @model_validator(mode="after")
+    def _keys_have_their_owners(self, info: ValidationInfo) -> Self:
+        """Refuse a key that is written where it has no effect, also with its default."""
+        for key in type(self).model_fields:
+            owner, value = self._missing_owner(key), getattr(self, key)
+            if owner is None or key not in self.model_fields_set or value in _OFF:
+                continue
+            if not (_is_old(info) and value == self._default(key)):
+                fix = f"Leave it out, or set {owner.text}"
+                raise self.wrong(key, f"has no effect without {owner.text}", fix)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _of_its_kind(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The keys that have an effect: a stored run has no others."""
+        return {key: value for key, value in dump(self).items() if self._missing_owner(key) is None}
+
+    def _missing_owner(self, key: str) -> Owner | None:
+        """The owner of a key where it is absent; None where the key has an effect, or its switch is written as off."""
+        field = type(self).model_fields[key]
+        of_section = [self.OWNER] if self.OWNER is not None and key not in self.OWNER.keys else []
+        for owner in (*of_section, *(part for part in field.metadata if isinstance(part, Owner))):
+            is_switched_off = {*owner.keys, key} <= self.model_fields_set if owner.keys and not of_section else False
+            if not owner.is_there(self) and not is_switched_off:
+                return owner
+        return None
+
+    def _default(self, key: str) -> Any:
+        return type(self).model_fields[key].get_default(call_default_factory=True, validated_data={})
+
+
+def _is_old(info: ValidationInfo) -> bool:
+    """Whether the file is of a run that was stored with the keys of all kinds."""
+    return bool(info.context and info.context.get("is_old"))

@@ -6,12 +6,13 @@ They talk to the policy, play the run's rollouts, or give tools to its conversat
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from gspo.common.config.fields import HTTP_ADDRESS, ON_RESUME, FilePath, Section
+from gspo.common.config.fields import HTTP_ADDRESS, ON_RESUME, FilePath, Owner, Section
 from gspo.common.errors import NO_VALUE, ConfigError
 
 AGENT_PART = "agent"
@@ -39,6 +40,7 @@ class GatewayConfig(Section):
     """An endpoint that speaks the APIs of OpenAI and Anthropic."""
 
     may_change = True
+    OWNER = Owner("gateway.replicas: 1", attrgetter("replicas"), ("replicas",))
 
     replicas: NonNegativeInt = Field(
         0, le=64, description="Gateways that `gspo run` starts; services.gateway_port is that of the first"
@@ -54,16 +56,13 @@ class GatewayConfig(Section):
         600.0, description="Longest time of one answer, with weight updates and the loss of a generator within"
     )
 
-    @model_validator(mode="after")
-    def _runs(self) -> GatewayConfig:
-        if not self.replicas:
-            self.check_defaults("has no effect with gateway.replicas 0", "Leave it out, or set gateway.replicas: 1")
-        return self
-
 
 class AgentConfig(Section):
     """Agents that play the rollouts: any program that speaks the API of OpenAI or Anthropic."""
 
+    OWNER = Owner(
+        "agent.path, agent.command, or agent.external: true", attrgetter("used"), ("path", "command", "external")
+    )
     external: bool = Field(
         False, description="Offer each rollout at the gateway's /v1/tasks/lease, for workers that you start"
     )
@@ -125,14 +124,6 @@ class AgentConfig(Section):
     def is_started(self) -> bool:
         """Whether `gspo run` starts the agent, in sandboxes."""
         return self.path is not None or bool(self.command)
-
-    @model_validator(mode="after")
-    def _is_used(self) -> AgentConfig:
-        if not self.used:
-            self.check_defaults(
-                "belongs to an agent, and there is none", "Set agent.path, agent.command, or agent.external: true"
-            )
-        return self
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> AgentConfig:
@@ -209,20 +200,11 @@ class McpConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_server(self) -> McpConfig:
-        if not self.used:
-            self.check_defaults("belongs to an MCP server, and there is none", "Set environment.mcp.command or url")
-            return self
         if self.command and self.url:
             raise ConfigError("url", NO_VALUE, "stands beside command, and it is one of them", "Leave one out")
-        if self.url:
-            for key in ("reads", "memory_mb"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise self.wrong(
-                        key, "is of a command that gspo starts, and url names a running server", "Leave it out"
-                    )
-            if urlsplit(self.url).password is not None:
-                fix = "Leave it out; GSPO_ENVIRONMENT_API_KEY may hold a key"
-                raise ConfigError("url", NO_VALUE, "holds a password", fix)
+        if self.url and urlsplit(self.url).password is not None:
+            fix = "Leave it out; GSPO_ENVIRONMENT_API_KEY may hold a key"
+            raise ConfigError("url", NO_VALUE, "holds a password", fix)
         for place, name in enumerate(self.tools):
             if name in self.tools[:place]:
                 raise ConfigError(f"tools.{place}", name, "is there twice", "Leave one out")

@@ -19,8 +19,10 @@ from gspo.common.config.reference import Key, explain, meaning, names_at, sectio
 from gspo.common.config.schema import Config
 from gspo.common.errors import ConfigError, InputError, in_yaml, nearest
 
-# A run directory's configuration.
-CONFIG_NAME = "config.yaml"
+# A run directory's configuration, and the facts that stand beside it.
+CONFIG_NAME, ENVIRONMENT_NAME = "config.yaml", "environment.json"
+# Of stored configurations. Those without a number have the keys of all kinds, at their defaults.
+FORMAT = 2
 
 
 def read_config(path: Path) -> Config:
@@ -35,8 +37,10 @@ def read_config(path: Path) -> Config:
 def read_mapping(path: Path) -> dict[str, Any]:
     """The keys of a YAML file, not validated.
 
+    A run that was stored without a format has the keys of all kinds. Those without an effect are left out.
+
     Raises:
-        InputError: The file is missing, not YAML, or no mapping.
+        InputError: The file is missing, not YAML, no mapping, or of another format.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -56,6 +60,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise InputError(str(path), f"has a number or a date that cannot be read ({error})", "Correct it") from error
     if not isinstance(content, dict):
         raise InputError(str(path), "is not a mapping of keys", "Start from the file that `gspo init DIR` writes")
+    form = content.pop("format", None)
+    if form not in (None, FORMAT):
+        fix = f"Read it with the version of gspo that wrote it; this one writes and reads {FORMAT}"
+        raise InputError(str(path), f"has the format {in_yaml(form):.40}", fix)
+    if form is None and (path.parent / ENVIRONMENT_NAME).exists():
+        return _parsed(content, path.parent, str(path), is_old=True).model_dump(mode="json")
     return content
 
 
@@ -78,15 +88,20 @@ def parse_config(keys: dict[str, Any], base: Path, *, source: str = "configurati
     Raises:
         InputError: As for `read_config`, with every wrong key named.
     """
+    return _parsed(keys, base, source)
+
+
+def _parsed(keys: dict[str, Any], base: Path, source: str, *, is_old: bool = False) -> Config:
     try:
-        return Config.model_validate(keys, context={"base": base.resolve()})
+        return Config.model_validate(keys, context={"base": base.resolve(), "is_old": is_old})
     except ValidationError as error:
         raise _as_input_error(error, source) from error
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Write every key with its value, so that a later default cannot change a run."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    """Write every key that has an effect with its value, so that a later default cannot change a run."""
+    keys = {"format": FORMAT, **config.model_dump(mode="json")}
+    path.write_text(yaml.safe_dump(keys, sort_keys=False))
 
 
 def key_value(config: Config, name: str) -> Any:

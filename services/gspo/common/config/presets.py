@@ -95,12 +95,16 @@ def fitting_clip(num_tokens: int) -> tuple[float, float]:
 
 
 def filled_from_preset(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's keys of the section with those of their preset; unchanged if there is no preset of that name."""
+    """The user's keys of the section with those of their preset; unchanged if there is no preset of that name.
+
+    Switches that the preset leaves off stay unwritten: only a user writes one as off, beside the keys that it owns.
+    """
     if keys.get("preset", "gspo") not in PRESETS:
         return dict(keys)
     preset = PRESETS[keys.get("preset", "gspo")]
+    replaced = _replaced(keys, preset)
     return {
-        **{key: value for key, value in preset.items() if key not in _replaced(keys, preset)},
+        **{key: value for key, value in preset.items() if key not in replaced and value not in (None, False)},
         **_implied(keys, preset),
         **keys,
     }

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -18,6 +19,7 @@ from gspo.common.config.fields import (
     ON_RESUME,
     FilePath,
     FreeMapping,
+    Owner,
     RunName,
     Section,
     VersionText,
@@ -70,9 +72,19 @@ BUILTIN_TOOLS: Mapping[str, dict[str, Any]] = {
 }
 
 
+_FILE = Owner("path", lambda code: code.path is not None)
+_REGISTERED = Owner("the name of a registered version alone", attrgetter("registered"))
+_HERE = Owner("path, builtin or a registered name in place of url", lambda code: code.url is None)
+_SERVER = Owner("environment.url", lambda environment: environment.url is not None)
+_OPENENV = Owner("environment.protocol: openenv", lambda environment: environment.protocol == "openenv")
+_REACHED = Owner("environment.url or mcp", lambda environment: environment.url is not None or environment.mcp.used)
+_NO_MCP = Owner("another environment than mcp, which has keys of its own", lambda environment: not environment.mcp.used)
+
+
 class RewardFunction(Section):
     """One function that scores answers: a file, a built-in, an HTTP address, or a name registered over REST."""
 
+    REMOVED: ClassVar[Mapping[str, Any]] = {"replay": False}
     path: FilePath | None = Field(
         None, description="Python file with `reward(prompts, completions, **columns)` or verl's `compute_score`"
     )
@@ -80,32 +92,30 @@ class RewardFunction(Section):
     url: str | None = Field(
         None, pattern=HTTP_ADDRESS, description="URL of your own scoring server, with OpenRLHF's remote protocol"
     )
-    replay: bool = Field(
-        False,
-        description="The environment of url is deterministic: a lost session is made again by the same actions, whose "
-        "answers are compared; otherwise the rollout begins anew",
-        json_schema_extra=ON_RESUME,
-    )
     name: RunName | None = Field(
         None,
         description="Name in logs and metrics; default: of the file, built-in or host. Alone: a registered function",
     )
-    version: VersionText | None = Field(
+    version: Annotated[VersionText | None, _REGISTERED] = Field(
         None, description="Version of a registered function, or 8 or more of its first characters; default: active"
     )
-    entry: str | None = Field(None, description="Name of the function, where the file holds more than one")
+    entry: Annotated[str | None, _FILE] = Field(
+        None, description="Name of the function, where the file holds more than one"
+    )
     args: FreeMapping = Field(
         default_factory=dict, description="Further keyword arguments of the function, such as a built-in's options"
     )
     weight: float = Field(1.0, description="Factor of this function's value in the summed reward")
     timeout_s: PositiveFloat | None = Field(None, description="Longest a call may take; reward.timeout_s by default")
-    memory_mb: PositiveInt | None = Field(
+    memory_mb: Annotated[PositiveInt | None, _HERE] = Field(
         None, description="Address space of its process, in MiB; reward.memory_mb by default"
     )
     part_weights: dict[str, float] = Field(
         default_factory=dict, description="Factors of named parts of the value; default 1"
     )
-    reads: tuple[FilePath, ...] = Field((), description="Further files and folders that its code may read and import")
+    reads: Annotated[tuple[FilePath, ...], _HERE] = Field(
+        (), description="Further files and folders that its code may read and import"
+    )
 
     @property
     def label(self) -> str:
@@ -128,11 +138,6 @@ class RewardFunction(Section):
         if not kinds and self.name is None:
             fix = "Set path, builtin, url, or the name of a registered function"
             raise ConfigError("path", NO_VALUE, "is missing", fix)
-        if kinds and self.version is not None:
-            rule = f"a function by {kinds[0]} has no registered version"
-            raise ConfigError("version", NO_VALUE, rule, "Leave it out")
-        if self.entry is not None and kinds != ["path"]:
-            raise ConfigError("entry", NO_VALUE, "belongs to a file", "Leave it out, or set path")
         return self
 
 
@@ -194,6 +199,11 @@ class RewardConfig(Section):
 class EnvironmentConfig(Section):
     """A multi-turn environment: a file, a built-in, a server, or a name registered over REST; none is single-turn."""
 
+    OWNER = Owner(
+        "environment.path, builtin, url, mcp or name",
+        attrgetter("used"),
+        ("path", "builtin", "url", "mcp", "name"),
+    )
     path: FilePath | None = Field(None, description="Python file with `reset(task)` and `step(state, action)`")
     builtin: Literal["tools"] | None = Field(
         None, description="An environment that comes with gspo: tools answers the calls of environment.tools"
@@ -205,25 +215,27 @@ class EnvironmentConfig(Section):
         "GSPO_ENVIRONMENT_API_KEY, if it wants one",
         json_schema_extra=ON_RESUME,
     )
-    protocol: Literal["http", "openenv"] = Field(
+    protocol: Annotated[Literal["http", "openenv"], _SERVER] = Field(
         "http", description="How the server of url is asked: reset, step and close over HTTP, or OpenEnv's WebSocket"
     )
-    action_field: str = Field("message", description="Field of OpenEnv's action that takes the policy's text")
-    observation_field: str | None = Field(
+    action_field: Annotated[str, _OPENENV] = Field(
+        "message", description="Field of OpenEnv's action that takes the policy's text"
+    )
+    observation_field: Annotated[str | None, _OPENENV] = Field(
         None, description="Field of OpenEnv's observation that the policy sees; null: all of them, as JSON"
     )
-    ping_every_s: PositiveFloat = Field(
+    ping_every_s: Annotated[PositiveFloat, _SERVER] = Field(
         10.0,
         description="Time between two pings of a session of url; half of the server's time to live or less",
         json_schema_extra=ON_RESUME,
     )
-    reach_timeout_s: PositiveFloat = Field(
+    reach_timeout_s: Annotated[PositiveFloat, _REACHED] = Field(
         30.0,
         description="Longest that the server of url or mcp may be unreachable; then the attempt fails as "
         "environment_unreachable",
         json_schema_extra=ON_RESUME,
     )
-    replay: bool = Field(
+    replay: Annotated[bool, _SERVER] = Field(
         False,
         description="The environment of url is deterministic: a lost session is made again by the same actions, whose "
         "answers are compared; otherwise the rollout begins anew",
@@ -233,15 +245,21 @@ class EnvironmentConfig(Section):
         None,
         description="Name in logs and metrics; default: of the file, built-in or host. Alone: a registered environment",
     )
-    version: VersionText | None = Field(
+    version: Annotated[VersionText | None, _REGISTERED] = Field(
         None, description="Version of a registered environment, or 8 or more of its first characters; default: active"
     )
-    entry: str | None = Field(None, description="Object or class with reset and step; default: the file itself")
-    reads: tuple[FilePath, ...] = Field((), description="Further files and folders that its code may read and import")
-    memory_mb: PositiveInt | None = Field(
+    entry: Annotated[str | None, _FILE] = Field(
+        None, description="Object or class with reset and step; default: the file itself"
+    )
+    reads: Annotated[tuple[FilePath, ...], _FILE] = Field(
+        (), description="Further files and folders that its code may read and import"
+    )
+    memory_mb: Annotated[PositiveInt | None, _HERE, _NO_MCP] = Field(
         None, description="Address space of its process, in MiB; reward.memory_mb by default"
     )
-    weight: float = Field(1.0, description="Factor of the summed step rewards, the part environment of the score")
+    weight: Annotated[float, _NO_MCP] = Field(
+        1.0, description="Factor of the summed step rewards, the part environment of the score"
+    )
     tools: tuple[str | FreeMapping, ...] = Field(
         (),
         description="Tools of the policy: built-in names (calculator, python), or for your own environment "
@@ -264,7 +282,7 @@ class EnvironmentConfig(Section):
         description="At turn_tokens: close the turn and let the environment answer, or end the rollout",
         json_schema_extra=ON_RESUME,
     )
-    step_timeout_s: PositiveFloat = Field(
+    step_timeout_s: Annotated[PositiveFloat, _NO_MCP] = Field(
         10.0,
         description="Longest step of the environment; then the rollout ends as step_time_limit",
         json_schema_extra=ON_RESUME,
@@ -327,57 +345,34 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> EnvironmentConfig:
-        if not self.used:
-            rule = "belongs to an environment, and there is none"
-            self.check_defaults(rule, "Set environment.path, builtin, url, mcp or name")
-            return self
         kinds = [key for key in ("path", "builtin", "url") if getattr(self, key) is not None]
         kinds += ["mcp"] if self.mcp.used else []
         if len(kinds) > 1:
             raise ConfigError(kinds[1], NO_VALUE, f"stands beside {kinds[0]}, and it is one of them", "Leave one out")
-        if self.version is not None and not self.registered:
-            raise ConfigError("version", NO_VALUE, "only a registered environment has one", "Leave it out")
-        for key in ("entry", "reads"):
-            if getattr(self, key) and self.path is None:
-                raise ConfigError(key, NO_VALUE, "belongs to a file", "Leave it out, or set environment.path")
         return self
 
     @model_validator(mode="after")
     def _server_takes_its_keys(self) -> EnvironmentConfig:
         if self.url is None:
-            of_servers = () if self.mcp.used else ("reach_timeout_s",)
-            for key in ("protocol", "action_field", "observation_field", "ping_every_s", "replay", *of_servers):
-                self._check_default(key, "belongs to an environment on a server", "Leave it out, or set url")
             return self
         if urlsplit(self.url).password is not None:
             raise ConfigError(
                 "url", NO_VALUE, "holds a password", "Leave it out; GSPO_ENVIRONMENT_API_KEY may hold a key"
             )
-        if self.memory_mb is not None:
-            raise self.wrong("memory_mb", "has no effect: the environment runs on its server", "Leave it out")
-        if self.protocol == "openenv":
-            if self.tools:
-                raise ConfigError(
-                    "tools", NO_VALUE, "have no place in OpenEnv's actions", "Leave them out, or set protocol: http"
-                )
-            return self
-        for key in ("action_field", "observation_field"):
-            self._check_default(key, "names a field of OpenEnv", "Leave it out, or set protocol: openenv")
+        if self.protocol == "openenv" and self.tools:
+            raise ConfigError(
+                "tools", NO_VALUE, "have no place in OpenEnv's actions", "Leave them out, or set protocol: http"
+            )
         return self
 
     @model_validator(mode="after")
     def _mcp_takes_its_keys(self) -> EnvironmentConfig:
         if not self.mcp.used:
             return self
-        self._check_default("tools", "stands beside mcp, whose server lists its tools", "Choose of them by mcp.tools")
-        self._check_default("weight", "has no effect: tools give no reward", "Leave it out; reward.functions score")
-        self._check_default("step_timeout_s", "has no effect with mcp", "Set mcp.timeout_s, the longest call of a tool")
-        self._check_default("memory_mb", "has no effect with mcp", "Set mcp.memory_mb")
+        if self.tools:
+            rule = "stands beside mcp, whose server lists its tools"
+            raise self.wrong("tools", rule, "Choose of them by mcp.tools")
         return self
-
-    def _check_default(self, key: str, rule: str, fix: str) -> None:
-        if getattr(self, key) != type(self).model_fields[key].default:
-            raise self.wrong(key, rule, fix)
 
     @model_validator(mode="after")
     def _tools_are_somebodys(self) -> EnvironmentConfig:

@@ -23,7 +23,17 @@ from gspo.common.config.engines import (
     SamplingConfig,
 )
 from gspo.common.config.evaluation import BestFigure, EvaluationConfig, TrackingConfig
-from gspo.common.config.fields import FIXED, HTTP_HOST, ON_RESUME, FilePath, HostName, ModelPath, RunName, Section
+from gspo.common.config.fields import (
+    FIXED,
+    HTTP_HOST,
+    ON_RESUME,
+    FilePath,
+    HostName,
+    ModelPath,
+    Owner,
+    RunName,
+    Section,
+)
 from gspo.common.config.gateway import AgentConfig, GatewayConfig
 from gspo.common.config.reward import EnvironmentConfig, RewardConfig
 from gspo.common.config.sources import DataConfig, Source, check_sources, sources_of
@@ -43,6 +53,9 @@ class ModelConfig(Section):
     allow_pickle: bool = Field(False, description="Load .bin weights, which can run code, if there are no safetensors")
 
 
+_MASKS = Owner("staleness.on_stale: mask", lambda staleness: staleness.on_stale == "mask")
+
+
 class StalenessConfig(Section):
     """How far generation may run ahead of the learner."""
 
@@ -52,7 +65,7 @@ class StalenessConfig(Section):
     on_stale: Literal["wait", "drop", "mask"] = Field(
         "wait", description="Before an open group becomes too old: wait for it, drop it, or mask its old tokens"
     )
-    max_token_age: PositiveInt | None = Field(
+    max_token_age: Annotated[PositiveInt | None, _MASKS] = Field(
         None, description="Versions a token may be behind under on_stale: mask; max_lag by default"
     )
     group_deadline_s: PositiveFloat = Field(600.0, description="An open group older than this is issued again")
@@ -61,16 +74,6 @@ class StalenessConfig(Section):
         description="Times a group is issued before it is given up; also how often its task is handed out without "
         "progress",
     )
-
-    @model_validator(mode="after")
-    def _mask_has_an_age(self) -> StalenessConfig:
-        if self.max_token_age is not None and self.on_stale != "mask":
-            raise self.wrong(
-                "max_token_age",
-                f"has no effect under on_stale: {self.on_stale}",
-                "Set on_stale: mask, or leave max_token_age out",
-            )
-        return self
 
     @property
     def token_age_limit(self) -> int:

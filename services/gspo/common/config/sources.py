@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
 
 from gspo.common.config.engines import SamplingConfig, StopString, Temperature
-from gspo.common.config.fields import ON_RESUME, FilePaths, FreeMapping, RunName, Section
+from gspo.common.config.fields import ON_RESUME, FilePaths, FreeMapping, Owner, RunName, Section
 from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
 from gspo.common.data.column_types import ColumnType
@@ -73,6 +73,9 @@ class SourceConfig(Section):
     )
 
 
+_CURRICULUM = Owner("data.curriculum: spread", lambda data: data.curriculum != "none")
+
+
 class DataConfig(Section):
     """The prompts."""
 
@@ -120,7 +123,7 @@ class DataConfig(Section):
         description="spread: a prompt whose last known group had equal rewards sits out all but one in revisit_passes "
         "passes over the prompts",
     )
-    revisit_passes: int = Field(
+    revisit_passes: Annotated[int, _CURRICULUM] = Field(
         4, ge=2, le=1000, description="Under curriculum: spread, every prompt is in one of so many passes at least"
     )
 
@@ -132,16 +135,6 @@ class DataConfig(Section):
             if name in names[:index]:
                 raise ConfigError(f"{index}.name", name, "names two sources", "Give each a name of its own")
         return sources
-
-    @model_validator(mode="after")
-    def _revisits_have_a_curriculum(self) -> DataConfig:
-        if self.curriculum == "none" and self.revisit_passes != type(self).model_fields["revisit_passes"].default:
-            raise self.wrong(
-                "revisit_passes",
-                "has no effect under curriculum: none, where every pass has every prompt",
-                "Set curriculum: spread, or leave it out",
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_way(self) -> DataConfig:

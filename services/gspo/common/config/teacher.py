@@ -6,13 +6,14 @@ On-policy distillation. gspo_core has the formulas; the learner loads the model,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from operator import attrgetter
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, model_validator
 
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.common.config.fields import HTTP_ADDRESS, ON_RESUME, ModelPath, Section
+from gspo.common.config.fields import HTTP_ADDRESS, ON_RESUME, ModelPath, Owner, Section
 from gspo.common.errors import NO_VALUE, ConfigError
 
 # Keys of algorithm that only change rewards, and those that only change the use of advantages.
@@ -21,12 +22,14 @@ _OF_ADVANTAGES = [
     *("importance_sampling", "ratio_of", "objective", "pg_clip", "pg_clip_low", "pg_clip_high", "dual_clip_loss"),
     *("pg_clip_reference_length", "gamma", "whiten_advantages", "advantage_clip"),
 ]
-_OF_FILES, _OF_SERVER = ("trust_remote_code", "allow_pickle"), ("model", "timeout_s")
+_FILES = Owner("teacher.path", lambda teacher: teacher.path is not None)
+_SERVER = Owner("teacher.address", lambda teacher: teacher.address is not None)
 
 
 class TeacherConfig(Section):
     """A larger model that the policy learns from on its own answers; without path and address there is none."""
 
+    OWNER = Owner("teacher.path or teacher.address", attrgetter("used"), ("path", "address"))
     path: ModelPath | None = Field(
         None, description="Folder of the teacher, a Hugging Face model with the policy's tokens, or its name on a hub"
     )
@@ -37,8 +40,10 @@ class TeacherConfig(Section):
         "reward service asks it; the key is in GSPO_TEACHER_API_KEY, if it wants one",
         json_schema_extra=ON_RESUME,
     )
-    model: str | None = Field(None, description="Name of the teacher at its address, as `/v1/models` lists it")
-    timeout_s: PositiveFloat = Field(
+    model: Annotated[str | None, _SERVER] = Field(
+        None, description="Name of the teacher at its address, as `/v1/models` lists it"
+    )
+    timeout_s: Annotated[PositiveFloat, _SERVER] = Field(
         600.0,
         description="Longest that the address may take for one answer's log-probs, all tries together; then the run "
         "ends, and can be resumed",
@@ -53,8 +58,10 @@ class TeacherConfig(Section):
     alone: bool = Field(
         False, description="Train by the teacher alone: rewards are measured and have no part in the advantages"
     )
-    trust_remote_code: bool = Field(False, description="Run Python code that comes with the teacher")
-    allow_pickle: bool = Field(False, description="Load .bin weights of the teacher, which can run code")
+    trust_remote_code: Annotated[bool, _FILES] = Field(False, description="Run Python code that comes with the teacher")
+    allow_pickle: Annotated[bool, _FILES] = Field(
+        False, description="Load .bin weights of the teacher, which can run code"
+    )
 
     @property
     def used(self) -> bool:
@@ -68,17 +75,9 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _keys_are_of_a_teacher(self) -> TeacherConfig:
-        if not self.used:
-            self.check_defaults("belongs to a teacher, and there is none", "Set teacher.path or teacher.address")
-            return self
         if self.path is not None and self.address is not None:
             rule = "is set beside teacher.path, and there is one teacher"
             raise ConfigError("address", NO_VALUE, rule, "Leave one of them out")
-        is_loaded = self.path is not None
-        for key in _OF_SERVER if is_loaded else _OF_FILES:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                owner, other = ("address", "path") if is_loaded else ("path", "address")
-                raise self.wrong(key, f"belongs to teacher.{owner}, and the teacher has a {other}", "Leave it out")
         return self
 
     @model_validator(mode="after")

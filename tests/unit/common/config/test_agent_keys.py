@@ -41,12 +41,6 @@ def test_the_agent_the_functions_or_both_reward() -> None:
     assert refused({"external": True, "weight": None}).where == "reward.functions"
 
 
-@pytest.mark.parametrize(("key", "value"), [("weight", 0.5), ("max_rollouts", 8), ("lease_s", 5.0), ("timeout_s", 5.0)])
-def test_a_key_without_an_agent_is_refused(key: str, value: Any) -> None:
-    error = refused({key: value}, reward=REWARD)
-    assert error.where == f"agent.{key}" and "there is none" in error.rule
-
-
 @pytest.mark.parametrize(
     ("sections", "where"),
     [
@@ -77,7 +71,6 @@ def test_an_agent_is_of_one_kind() -> None:
     assert not parsed({"external": True}).agent.is_started
     assert refused({"external": True, "path": "agent.py"}).where == "agent.path"
     assert refused({"path": "agent.py", "command": ["sh"]}).where == "agent.command"
-    assert refused({"workers": 3}, reward=REWARD).fix == "Set agent.path, agent.command, or agent.external: true"
 
 
 @pytest.mark.parametrize(

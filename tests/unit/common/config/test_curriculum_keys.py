@@ -32,7 +32,6 @@ def test_it_is_off_by_default_and_has_a_least_share() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"curriculum": "none", "data": {"revisit_passes": 2}}, r"data.revisit_passes: 2 has no effect under"),
         ({"data": {"revisit_passes": 1}}, r"data.revisit_passes: 1 is not allowed"),
         ({"curriculum": "hard"}, r"data.curriculum: hard is not allowed"),
         ({"run": {"total_epochs": 2}}, r"run.total_epochs: 2.0 counts passes over the prompts, and under"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -46,7 +47,10 @@ def tally_of(
     num_prompts: int, num_answers: int, *, greedy: bool = False, version: int = 0, **more: float
 ) -> EvaluationResults:
     return EvaluationResults(
-        f"v{version}", version, num_prompts, EvaluationConfig(num_answers=num_answers, greedy=greedy, **more)
+        f"v{version}",
+        version,
+        num_prompts,
+        EvaluationConfig(prompts=Path("e.jsonl"), num_answers=num_answers, greedy=greedy, **more),
     )
 
 
