@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gspo.cli.report.writer import write_report
-from gspo.cli.rundir.start import ENVIRONMENT_NAME
+from gspo.common.config.loading import ENVIRONMENT_NAME
 from gspo.learner.assembly.rows import row_from_scored
 from tests.browser.function_run import NEW, OLD, page_process, write_function_log
 from tests.browser.tab import WAIT_S, Tab, open_tab

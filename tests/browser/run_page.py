@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gspo.cli.report.writer import write_report
-from gspo.cli.rundir.start import ENVIRONMENT_NAME
+from gspo.common.config.loading import ENVIRONMENT_NAME
 from gspo.learner.storage.run_directory import RunDir
 from tests.browser.tab import open_tab
 from tests.support.service_process import make_run

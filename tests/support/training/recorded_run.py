@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gspo.cli.rundir.start import ENVIRONMENT_NAME, environment
-from gspo.common.config.loading import CONFIG_NAME, parse_config, write_config
+from gspo.cli.rundir.start import environment
+from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, parse_config, write_config
 from gspo.learner.assembly.rows import Row
 from gspo.learner.objective.loss_file import keep_loss_file, with_kept_loss
 from gspo.learner.push.policy_weights import weights_from

@@ -9,8 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from gspo.cli.report.overview import viewed_runs
-from gspo.cli.rundir.start import ENVIRONMENT_NAME
-from gspo.common.config.loading import CONFIG_NAME, write_config
+from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, write_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.learner.storage.run_directory import RunDir

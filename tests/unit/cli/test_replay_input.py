@@ -18,8 +18,8 @@ from gspo.cli.replay.replay_keys import _reason_without_effect, change_keys
 from gspo.cli.replay.replay_plan import ReplayPlan, make_plan
 from gspo.cli.replay.replay_process import ReplayProcess
 from gspo.cli.replay.step_comparison import StepComparison, first_difference
-from gspo.cli.rundir.start import ENVIRONMENT_NAME, environment
-from gspo.common.config.loading import CONFIG_NAME, parse_config, write_config
+from gspo.cli.rundir.start import environment
+from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, parse_config, write_config
 from gspo.common.config.reference import explain
 from gspo.common.errors import InputError
 from gspo.runlog.run_log import StepRecord, VersionRecord

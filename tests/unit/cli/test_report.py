@@ -23,9 +23,8 @@ from gspo.cli.report.panels import Layer, Limit, Line, Panel, draw_legend, draw_
 from gspo.cli.report.plots import PLOTS, _add_clip_sides, _clip_bounds
 from gspo.cli.report.summary import summarise
 from gspo.cli.report.writer import render, write_report
-from gspo.cli.rundir.start import ENVIRONMENT_NAME
 from gspo.common.config.engines import LoraConfig
-from gspo.common.config.loading import CONFIG_NAME, read_config, write_config
+from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, read_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.step_time import CAUSES
 from gspo.learner.assembly.rows import Row

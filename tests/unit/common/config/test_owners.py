@@ -68,7 +68,7 @@ def owned_keys() -> Iterator[Any]:
 
 
 def with_key(key: str, value: Any) -> dict[str, Any]:
-    """The minimal configuration with a key, and what stands beside it."""
+    """The minimal configuration with a key, and others beside it."""
     path, _, name = key.rpartition(".")
     keys = deepcopy(MINIMAL)
     place: Any = keys
