@@ -91,6 +91,7 @@ def check(rollouts: list[Rollout], agent: RestlessAgent) -> None:
         assert sum((sampled - answers).values()) <= played.num_unread
 
 
+@pytest.mark.long
 async def test_fifty_agents_under_losses_and_updates(redis_url: str, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", seed=3)
     copies = PolicyCopies.from_folder(folder, "float32")

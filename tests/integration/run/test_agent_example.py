@@ -19,7 +19,7 @@ from gspo.common.config.loading import read_config
 from tests.support.gspo_run import WholeRun, example_copy, example_run
 from tests.support.service_process import log_events
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 STEPS, LESSONS, ROLLOUTS = 2, 20, 4 * 8
 # A few rollouts: each starts a conversation of its own in a sandbox.
 FEW: dict[str, dict[str, Any]] = {
@@ -42,7 +42,6 @@ def test_the_runs_own_agent_trains_the_policy_that_it_calls(tmp_path: Path) -> N
     assert not [line for line in log if line["level"] in ("warning", "error")]
 
 
-@pytest.mark.long
 def test_an_external_agent_trains_the_policy_that_it_calls(tmp_path: Path) -> None:
     _check_rows(trained(tmp_path, "--external"))
     assert "the run has ended" in next((tmp_path / "cache").rglob("agent.log")).read_text()

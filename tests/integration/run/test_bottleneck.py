@@ -20,7 +20,7 @@ import yaml
 from benchmarks.simulated.settings import Settings
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[3]
 QUICK = Settings(decode_s=0.001, decode_s_per_request=0.0, length_median=4, load_s=0.0, train_s=0.01)
 REWARD = """
@@ -66,10 +66,6 @@ RUNS = {
     "reward": SlowStage("reward", reward_s=1.0, because="for slow_one", change="a faster slow_one"),
     "push": SlowStage("push", Settings(**{**vars(QUICK), "load_s": 2.0}), max_lag=0, change="a faster network"),
 }
-
-
-# The others take as long again, and the verdict on their figures has a unit test each.
-IN_EVERY_SUITE = ("queue", "reward")
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +114,7 @@ def run(folder: Path, model: Path, slow: SlowStage) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in IN_EVERY_SUITE else pytest.param(name, marks=pytest.mark.long) for name in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_the_slow_stage_is_found_and_what_to_change(name: str, summaries: dict[str, dict[str, Any]]) -> None:
     slow, bound = RUNS[name], summaries[name]["bound"]
     assert bound["stage"] == slow.stage, bound

@@ -26,7 +26,7 @@ from tests.support.monitoring.prometheus_names import panel_queries
 from tests.support.monitoring.prometheus_server import Prometheus
 from tests.support.monitoring.run_observer import followed
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 STEPS, ROLLOUTS = 2, 16 * 8
 # Enough for tool calls that can be read and for guesses that are numbers.
 LESSONS, OPTIONS = 60, ("--steps", str(STEPS))
@@ -145,7 +145,6 @@ def test_the_calculator_is_called_and_its_answers_are_in_the_conversations(
     assert plots_of(run) >= {"turns", "ends", "tools"}
 
 
-@pytest.mark.long
 def test_a_game_ends_with_the_right_guess_and_its_steps_are_the_reward(tmp_path: Path) -> None:
     run = example_run(EXAMPLES / "guess", tmp_path, LESSONS, *OPTIONS)
     rows = check_run(run)

@@ -21,7 +21,7 @@ from gspo_proto.learner_pb2 import REWARD_SPREAD_DIFFERENT
 from tests.support.gspo_run import WholeRun, run_to_end, whole_run
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 STEPS, KILLED_AFTER, GROUPS, SIZE, NUM_PROMPTS = 9, 4, 4, 6, 20
 # Three of four prompts are too easy: every answer to them is right.
 REWARD = """

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from gspo.common.config.loading import read_config
 from tests.support.gspo_run import EXAMPLES, example_run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 SUMS, ROLLOUTS = 5, 8 * 8
 # Enough for answers with a result, by a model that learns in seconds.
 LESSONS, SIZES = 200, ("--hidden", "64", "--layers", "2")
@@ -29,7 +29,7 @@ def last_digits(prompt: str) -> str:
     return "".join(map(str, digits[-3:]))
 
 
-@pytest.mark.parametrize("experts", [0, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("experts", [0, 4])
 def test_an_answer_earns_a_reward_if_its_result_is_that_of_the_sums(tmp_path: Path, experts: int) -> None:
     options = ["--steps", "1", "--sums", str(SUMS), "--experts", str(experts), *SIZES]
     run = example_run(EXAMPLES / "long", tmp_path, LESSONS, *options)

@@ -53,6 +53,7 @@ def mount(name: str, folder: Path) -> Path:
     return shutil.copytree(ROOT / "examples" / name, folder / "input", ignore=shutil.ignore_patterns("__pycache__"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "code"), [("arithmetic", ["reward.py"]), ("calculator", [])])
 def test_an_example_that_is_mounted_alone_becomes_a_run(
     name: str, code: list[str], prepare: Prepare, image: Path, tmp_path: Path

@@ -22,7 +22,7 @@ from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config
 from tests.support.training.started_ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 BYTES = {"torch.float32": 4, "torch.bfloat16": 2}
 
 

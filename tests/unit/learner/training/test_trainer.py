@@ -558,6 +558,7 @@ def test_positions_are_never_rounded_to_tf32(folder: Path) -> None:
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.long
 def test_compiled_layers_make_the_same_steps(folder: Path) -> None:
     """Steps of several shapes. The old log-probs come from passes without gradients, and the first ratio is near 1."""
     results = []
