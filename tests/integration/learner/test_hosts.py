@@ -29,7 +29,8 @@ from tests.conftest import free_port
 from tests.support.service_process import end, registered, wait_exit
 from tests.support.training.learner_feed import LearnerFeed, lines, run_of
 
-pytestmark = [pytest.mark.long, ]
+pytestmark = [
+    pytest.mark.long,
     pytest.mark.asyncio(loop_scope="function"),
     pytest.mark.timeout(400),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make network namespaces"),
