@@ -91,9 +91,11 @@ def csv_rows(path: Path) -> Iterator[NumberedRow]:
 def _names(cells: list[str], line: int) -> list[str]:
     """The names of the columns; one without a name, such as an index that pandas wrote, gets the name of its place."""
     names = [name or f"Unnamed: {place}" for place, name in enumerate(cells)]
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
             raise RowError(line, f"names two columns '{name}'", "Give each a name of its own")
+        seen.add(name)
     return names
 
 
