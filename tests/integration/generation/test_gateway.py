@@ -259,6 +259,13 @@ def test_a_parser_that_does_not_fit_the_model_is_refused(generator: SharedEngine
         check(config)
 
 
+async def test_a_history_with_deep_arguments_is_the_clients_error(gateway: Gateway) -> None:
+    call: Any = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "[" * 90_000}}
+    history: Any = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, *MESSAGES]
+    with pytest.raises(openai.BadRequestError, match="nested too deeply"):
+        await gateway.openai.chat.completions.create(messages=history, model="policy")
+
+
 async def idle(gateway: Gateway) -> None:
     """Wait until the engine has no request."""
     async with asyncio.timeout(10):

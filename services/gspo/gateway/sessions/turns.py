@@ -194,7 +194,7 @@ def _call(function: dict[str, Any]) -> list[Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return [function.get("name"), arguments]
     return [function.get("name"), arguments or {}]
 
