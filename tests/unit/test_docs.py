@@ -18,7 +18,7 @@ import yaml
 from typer.main import get_command
 
 from gspo.cli.commands import app
-from gspo.cli.keys_table import markdown
+from gspo.cli.keys_table import STARTING_KEYS, markdown
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.loading import parse_config
 from gspo.common.config.presets import PRESETS, fitting_clip
@@ -144,6 +144,7 @@ def test_the_document_of_keys_is_fresh() -> None:
     text = (ROOT / "docs/config.md").read_text()
     assert GENERATED in text
     assert text.partition(GENERATED)[2].strip() == markdown("").strip(), "gspo config --markdown goes there"
+    assert len(STARTING_KEYS) == 20, "more would be no beginning"
 
 
 def test_the_tour_names_every_command_and_the_readme_no_other() -> None:

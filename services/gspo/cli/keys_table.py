@@ -11,6 +11,15 @@ from rich.text import Text
 from gspo.common.config.reference import Key, explain, item_keys
 from gspo.common.errors import InputError, nearest
 
+# A run needs no others to be one's own. The configuration has them in this order.
+STARTING_KEYS = (
+    *("model.path", "data.prompts", "data.answer_column", "reward.functions", "evaluation.prompts", "evaluation.every"),
+    *("run.total_steps", "algorithm.preset", "algorithm.rollout_batch_size"),
+    *("algorithm.num_return_sequences_in_group", "algorithm.num_mini_batches", "algorithm.prompt_length"),
+    *("algorithm.response_length", "sampling.temperature", "learner.learning_rate", "learner.lora.rank"),
+    *("learner.micro_batch_tokens", "generation.replicas", "staleness.max_lag", "run.checkpoint_every"),
+)
+
 
 def select_keys(prefix: str) -> list[Key]:
     """The key of that name, or the keys of that section; all for an empty name.
@@ -35,9 +44,16 @@ def _section(key: Key) -> str:
 
 def print_keys(prefix: str, console: Console) -> None:
     """Print each key with its meaning below; into a pipe a line each, so that `grep` shows all of it."""
-    for key in select_keys(prefix):
+    keys = select_keys(prefix)
+    if console.is_terminal and not prefix:
+        console.print(Text("Keys to begin with", "bold"))
+        for name in STARTING_KEYS:
+            key = next(key for key in keys if key.name == name)
+            console.print(Text.assemble((f"  {name}", "cyan"), f"  {key.meaning}"), overflow="fold")
+        console.print(Text("\nAll keys, by section", "bold"))
+    for key in keys:
         resume = "may change on resume" if key.on_resume else "fixed"
-        facts = f"{_kind(key)}; default {key.default}; {resume}"
+        facts = f"{_kind(key)}; default {key.default}; {resume}{f'; with {key.owner}' if key.owner else ''}"
         if not console.is_terminal:
             console.print(Text(f"{key.name}  {facts}  {key.meaning}"), soft_wrap=True)
             continue
@@ -51,14 +67,25 @@ def _kind(key: Key) -> str:
 
 def markdown(prefix: str) -> str:
     """The keys as Markdown, a table for each section."""
-    parts = []
-    for section, keys in groupby(select_keys(prefix), key=_section):
+    selected = select_keys(prefix)
+    parts = [] if prefix else _starting_table(selected)
+    for section, keys in groupby(selected, key=_section):
         parts.append(
             f"## {section or 'The run'}\n\n| key | type | default | on resume | meaning |\n|---|---|---|---|---|"
         )
         for key in keys:
             changes = "may change" if key.on_resume else "fixed"
-            cells = (f"`{key.name}`", _kind(key), f"`{key.default}`", changes, key.meaning)
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            with_owner = f"{key.meaning}. With {key.owner}" if key.owner else key.meaning
+            parts.append(_row(f"`{key.name}`", _kind(key), f"`{key.default}`", changes, with_owner))
         parts.append("")
     return "\n".join(parts)
+
+
+def _starting_table(keys: list[Key]) -> list[str]:
+    by_name = {key.name: key for key in keys}
+    rows = [_row(f"`{name}`", f"`{by_name[name].default}`", by_name[name].meaning) for name in STARTING_KEYS]
+    return ["## Keys to begin with", "", "| key | default | meaning |", "|---|---|---|", *rows, ""]
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

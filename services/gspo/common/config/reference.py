@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gspo.common.config.fields import ON_GPUS, PATTERNS
+from gspo.common.config.fields import ON_GPUS, PATTERNS, Owner
 from gspo.common.config.schema import Config
 from gspo.common.errors import in_yaml
 
@@ -21,6 +21,7 @@ class Key:
 
     Attributes:
         on_gpus: Its default on a machine with GPUs; None if the default is the same on every machine.
+        owner: Keys of its section without which it has no effect; empty without any.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Key:
     meaning: str
     on_resume: bool
     on_gpus: Any = None
+    owner: str = ""
 
 
 def explain() -> list[Key]:
@@ -63,6 +65,7 @@ def _key(name: str, field: FieldInfo, *, may_change: bool) -> Key:
         meaning=field.description or "",
         on_resume=bool(extra.get("on_resume", may_change)),
         on_gpus=on_gpus,
+        owner=", ".join(part.text for part in field.metadata if isinstance(part, Owner)),
     )
 
 
