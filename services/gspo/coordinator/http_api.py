@@ -22,6 +22,7 @@ from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import GENERATION, PAUSED_BY_USER, Keys
 from gspo.common.telemetry.advice import verdict
+from gspo.common.telemetry.learning import learning_findings
 from gspo.common.telemetry.step_time import seconds_by_function, shares
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.loop import Coordinator
@@ -67,7 +68,7 @@ class RunViews:
         }
 
     async def status(self) -> dict[str, Any]:
-        """The activity of every instance, the last step's time by cause, and the verdict on the last steps.
+        """The activity of every instance, the last step's time by cause, and the verdicts on the last steps.
 
         Before the first step, `last_step` and `bound` are null.
         """
@@ -78,6 +79,7 @@ class RunViews:
         return {
             "run": self._keys.run,
             "services": [_activity_row(instance, now) for instance in instances],
+            "learning": list(learning_findings(steps, self._service.config).values()),
             "last_step": _last_step(steps[-1]) if steps else None,
             "bound": bound and {key: value for key, value in asdict(bound).items() if key != "shares"},
         }

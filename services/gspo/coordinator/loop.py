@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from gspo.common.service.app import Service
 from gspo.common.streams.entries import word_of
 from gspo.common.telemetry import metrics
-from gspo.common.telemetry.advice import STEPS_LOOKED_AT
+from gspo.common.telemetry.learning import TREND_STEPS
 from gspo.coordinator.ending import Ending
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.feed import EventFeed, LearnerProgress
@@ -59,7 +59,7 @@ class Coordinator:
         self.feed, self.pause = EventFeed(service), IssuePause(service.redis, service.keys)
         self._learner, self._redis_epoch = LearnerProgress(service), RedisEpoch(service.redis, service.keys)
         self._stalls = StallWatch(service.redis, service.keys, service.config)
-        self.steps: deque[dict[str, float]] = deque(maxlen=STEPS_LOOKED_AT)
+        self.steps: deque[dict[str, float]] = deque(maxlen=TREND_STEPS)
         self._next_watch_s = 0.0
         # Whether the last tick left slots free that the next one can fill.
         self._can_issue_more = False
@@ -88,7 +88,7 @@ class Coordinator:
     async def _start(self) -> None:
         """Position of events first, then the learner's progress, then the `open` hash: overlaps count once."""
         done = [body for body in await self.feed.start() if isinstance(body, StepDone)]
-        self.steps.extend(dict(step.figures) for step in reversed(done[:STEPS_LOOKED_AT]))
+        self.steps.extend(dict(step.figures) for step in reversed(done[:TREND_STEPS]))
         await self._redis_epoch.open()
         self._service.activity.set("waiting", "learner", "to report its progress")
         reply = await self._first_progress()

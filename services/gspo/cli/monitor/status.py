@@ -42,6 +42,7 @@ from gspo.common.streams.instances import Instance
 from gspo.common.streams.keys import COORDINATOR, GENERATION
 from gspo.common.telemetry.advice import Verdict, verdict
 from gspo.common.telemetry.clip_causes import clip_causes_line
+from gspo.common.telemetry.learning import learning_findings
 from gspo.common.telemetry.step_time import seconds_beside, seconds_by_function
 from gspo.runlog.memory_shortages import shortage_line
 from gspo.runlog.run_log import RunLog
@@ -130,6 +131,7 @@ class StatusPage:
             parts.append(Text(f"best by {self._config.evaluation.keep_best}: version {view.best[0]}"))
         if self._unscored:
             parts.append(Text(self._unscored, "yellow"))
+        parts += [Text(text, "yellow") for text in learning_findings(list(view.steps), self._config).values()]
         if mismatch := mismatch_line(list(view.steps), self._config):
             parts.append(Text(mismatch))
         if causes := clip_causes_line(list(view.steps), self._config):

@@ -1,4 +1,4 @@
-"""Advice from the figures of the last steps: the stage that bounds a run, the changes that would help, and the clip.
+"""Advice from the figures of the last steps: learning, the stage that bounds a run, what would help, and the clip.
 
 It changes nothing. Its predictions follow from the measured times alone.
 """
@@ -11,6 +11,7 @@ from statistics import fmean
 
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.clip_causes import clip_causes, clip_causes_line
+from gspo.common.telemetry.learning import has_signal, learning_findings
 from gspo.common.telemetry.step_time import Share, seconds_by_function, shares
 
 # A step may be odd; older ones may be of another configuration.
@@ -46,7 +47,7 @@ class Verdict:
         shares: Of that time by cause, the largest first.
         stage: generation, reward, training, push, evaluation, checkpoint, log, issue or intake.
         because: The numbers behind it, in a sentence.
-        change: Changes that would help, the most promising first; may be empty.
+        change: Changes that would help, the most promising first; empty while the rewards teach nothing.
     """
 
     steps: int
@@ -66,6 +67,8 @@ def verdict(figures: Sequence[Mapping[str, float]], config: Config, num_generato
     times = Times(steps, step_shares, config, num_generators)
     stage = _stage(times)
     because, changes = _explain(stage, times)
+    if not has_signal(figures, config):
+        changes = []
     return Verdict(
         steps=len(steps),
         seconds=times.step_s,
@@ -210,7 +213,8 @@ def advice(figures: Sequence[Mapping[str, float]], config: Config) -> dict[str, 
     """Sentences by name for the newest step, given the figures of the steps up to it, oldest first."""
     is_used = not config.teacher.trains_by_loss_alone  # then no clip changes a loss
     takes_signal = is_used and config.algorithm.objective != "cispo"  # its clip bounds weights
-    sentences = {
+    sentences: dict[str, str | None] = {
+        **learning_findings(figures, config),
         "clipped_too_much": _clipped(figures, config) if takes_signal else None,
         "clip_is_silent": _never(figures, config) if takes_signal else None,
         "clip_is_noise": _noise(figures, config) if is_used else None,

@@ -17,6 +17,7 @@ from gspo.cli.monitor.watcher import GeneratorAlerts, generator_problems
 from gspo.common.config.loading import write_config
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
+from gspo.learner.storage.run_directory import RunDir
 from tests.support.monitoring.recorded_shortage import SENTENCE, record_shortage
 from tests.unit.cli.step_logs import WHY, write_log
 
@@ -135,6 +136,16 @@ def test_the_page_says_which_step_ran_out_of_memory(config: Config, tmp_path: Pa
     console = Console(file=io.StringIO(), width=10_000)
     console.print(StatusPage(tmp_path, config).draw([]))
     assert SENTENCE in printed(console).splitlines()
+
+
+def test_the_page_says_that_rewards_teach_nothing(config: Config, tmp_path: Path) -> None:
+    write_config(config, tmp_path / "config.yaml")
+    with RunDir(tmp_path) as run_dir:
+        for step in range(1, 4):
+            run_dir.append_metrics(step, {"zero_spread_groups": 1.0, "reward_min": 0.0, "reward_max": 0.0})
+    console = Console(file=io.StringIO(), width=10_000)
+    console.print(StatusPage(tmp_path, config).draw([]))
+    assert "learning: in 3 steps the answers to each prompt had equal rewards" in printed(console)
 
 
 def test_a_page_that_is_watched_takes_a_new_configuration(config: Config, tmp_path: Path) -> None:
