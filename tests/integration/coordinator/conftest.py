@@ -78,12 +78,11 @@ def configure(tmp_path: Path, model_folder: Path) -> Callable[..., Path]:
                 "response_length": 8,
             },
             "run": {"total_steps": 100, "start_timeout_s": 60.0},
-            "evaluation": {"every": 2, "num_answers": 2},
         }
         if held_out:
             rows_held_out = [{"prompt": f"{number}+2="} for number in range(held_out)]
             (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_held_out))
-            config["evaluation"]["prompts"] = "held_out.jsonl"
+            config["evaluation"] = {"prompts": "held_out.jsonl", "every": 2, "num_answers": 2}
         for section, keys in changes.items():
             config.setdefault(section, {}).update(keys)
         (tmp_path / "config.yaml").write_text(yaml.safe_dump({"name": "test", **config}))
