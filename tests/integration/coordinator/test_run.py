@@ -139,7 +139,7 @@ async def test_several_files_are_measured_one_by_one_and_the_best_is_scored_on_e
     until: Until,
 ) -> None:
     files = {"easy": "easy.jsonl", "hard": "hard.jsonl"}
-    evaluation = {"prompts": files, "limit_between": 1, "every": 1, "keep_best": "hard/best_at_2"}
+    evaluation = {"prompts": files, "num_answers": 2, "limit_between": 1, "every": 1, "keep_best": "hard/best_at_2"}
     run_dir = configure(evaluation=evaluation)
     (run_dir / "easy.jsonl").write_text('{"prompt": "1+2="}\n')
     (run_dir / "hard.jsonl").write_text('{"prompt": "9+9="}\n{"prompt": "8+9="}\n')

@@ -48,7 +48,9 @@ def test_a_healthy_run_logs_no_warning(run: WholeRun) -> None:
     assert [log.stem for log in logs] == ["coordinator-0", "generation-0", "learner-0", "reward-0"]
     lines = [line for log in logs for line in log.read_text().splitlines()]
     entries = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [line for line in entries if line["level"] not in ("debug", "info")] == []
+    warnings = [line for line in entries if line["level"] not in ("debug", "info")]
+    # A random policy seldom ends its answers, which the verdict on learning says.
+    assert [line for line in warnings if "answers are cut off" not in line.get("text", "")] == []
     assert [line for line in lines if ") WARNING " in line] == [], "vLLM's"
     assert "ReadTimeout" not in run.printed
 

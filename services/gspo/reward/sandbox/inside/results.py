@@ -195,7 +195,10 @@ def _way_out(error: BaseException) -> str:
         return _HIDDEN if _is_hidden(denied) else "" if denied.filename.startswith("/") else _IN_SCRATCH
     if isinstance(denied, socket.gaierror):
         return _NO_NETWORK
-    if not isinstance(denied, PermissionError):
+    if not isinstance(denied, OSError):
+        return ""
+    has_no_place = denied.errno == errno.EROFS and denied.filename is None  # /dev/shm, for a pool's semaphores
+    if not isinstance(denied, PermissionError) and not has_no_place:
         return ""
     if denied.filename is not None:
         return _HIDDEN
