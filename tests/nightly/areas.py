@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = 3
 _PYTEST = (sys.executable, "-m", "pytest", "-q")
 _PAGES = ("tests/browser/pages.py", "tests/browser/run_page.py", "tests/browser/function_page.py")
-_LONG_TESTS = re.compile(r"pytest\.mark\.long|^from hypothesis", re.MULTILINE)
+_LONG_TESTS = re.compile(r"pytest\.mark\.long|^@given\(|RuleBasedStateMachine", re.MULTILINE)
 _MANY_EXAMPLES = ("-m", "long or hypothesis", "--hypothesis-profile", "many")
 # Of the day: an interrupted night continues its rounds, and the next one has other strikes.
 _SEED = str(datetime.datetime.now(tz=datetime.UTC).toordinal())
