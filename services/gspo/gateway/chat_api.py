@@ -26,7 +26,7 @@ from gspo.common.config.engines import LEAST_TEMPERATURE
 from gspo.common.config.schema import Config
 from gspo.common.network.http_server import ASGIApp, BoundedBodies, Message, Receive, Scope, Send
 from gspo.common.service.app import Service
-from gspo.gateway.constraints import constraint, has_deep_arguments
+from gspo.gateway.constraints import constraint
 from gspo.gateway.generators import Generators
 from gspo.gateway.policy_client import PolicyClient, versions_of_answer
 from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
@@ -121,9 +121,6 @@ async def _refuse_unsupported(request: Request) -> None:
     if key := constraint(body):
         rule = f"{key} constrains the answer, and here the policy's own distribution is sampled. Leave it out"
         raise VLLMValidationError(rule, parameter=key)
-    if has_deep_arguments(body):
-        rule = "a tool call has arguments that are nested too deeply. Shorten them"
-        raise VLLMValidationError(rule, parameter="messages")
     recorder, temperature = recorder_of_request.get(), body.get("temperature")
     if recorder is not None:
         recorder.has_calls = body.get("tool_choice") not in ("none", {"type": "none"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,29 +28,6 @@ def constraint(body: Mapping[str, Any]) -> str:
             if _part(holder, "strict") is True:
                 return f"tools.{number}.{name}strict"
     return ""
-
-
-def has_deep_arguments(body: Mapping[str, Any]) -> bool:
-    """Whether a call in the history has arguments that are nested too deeply for Python's reader of JSON."""
-    messages = [item for name in ("messages", "input") if isinstance(part := body.get(name), list) for item in part]
-    calls = [call for item in messages for call in _list(_part(item, "tool_calls")) or [item]]
-    return any(_is_deep(_part(_part(call, "function") or call, "arguments")) for call in calls)
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _is_deep(text: Any) -> bool:
-    if not isinstance(text, str):
-        return False
-    try:
-        json.loads(text)
-    except RecursionError:
-        return True
-    except ValueError:  # the policy may have written it
-        return False
-    return False
 
 
 def _type_of(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers import BaseRenderer, ChatParams
 
 from gspo.common.model.answer_place import ANSWER, tokens_behind_answer
@@ -37,10 +38,18 @@ class SessionRenderer:
     async def render_chat_async(
         self, conversations: Sequence[list[Any]], chat_params: ChatParams, *args: Any, **keys: Any
     ) -> tuple[list[Any], list[Any]]:
-        """As vLLM's; the prompt of an agent's request has the tokens of its session."""
+        """As vLLM's; the prompt of an agent's request has the tokens of its session.
+
+        Raises:
+            VLLMValidationError: The messages are nested too deeply.
+        """
         if (recorder := recorder_of_request.get()) is not None:
             chat_params = chat_params.with_defaults(recorder.variables)
-        rendered, prompts = await self._renderer.render_chat_async(conversations, chat_params, *args, **keys)
+        try:
+            rendered, prompts = await self._renderer.render_chat_async(conversations, chat_params, *args, **keys)
+        except RecursionError as error:  # of vLLM's reader of a call's arguments
+            rule = "the messages are nested too deeply. Shorten them"
+            raise VLLMValidationError(rule, parameter="messages") from error
         if recorder is not None:
             for messages, prompt in zip(conversations, prompts, strict=True):
                 await self._record_chat(recorder, [_plain(message) for message in messages], chat_params, prompt)
