@@ -22,11 +22,14 @@ from gspo.common.config.presets import (
 )
 
 RewardNorm = Literal["group", "batch", "running", "leave_one_out"]
-_KL_LOSS = Owner("algorithm.use_kl_loss: true", attrgetter("use_kl_loss"), ("use_kl_loss",))
-_TOKEN_KL = Owner("algorithm.add_token_level_kl: true", attrgetter("add_token_level_kl"), ("add_token_level_kl",))
+_KL_LOSS = Owner("algorithm.use_kl_loss: true", attrgetter("use_kl_loss"), switch="use_kl_loss")
+_TOKEN_KL = Owner("algorithm.add_token_level_kl: true", attrgetter("add_token_level_kl"), switch="add_token_level_kl")
 _OVERLONG = Owner("algorithm.overlong_buffer", lambda section: section.overlong_buffer is not None)
 _CORRECTION = Owner("algorithm.behavior_correction: mask", lambda section: section.behavior_correction != "none")
-_LOWER_BOUND = Owner("algorithm.behavior_correction: mask", lambda section: not section.only_caps)
+_LOWER_BOUND = Owner(
+    "algorithm.behavior_correction: mask",
+    lambda section: section.behavior_correction != "none" and not section.only_caps,
+)
 _RETURNS = Owner("algorithm.adv_estimator: reinforce", lambda section: section.adv_estimator not in ESTIMATOR_NORMS)
 _SEQUENCES = Owner("algorithm.importance_sampling: seq", lambda section: section.importance_sampling != "token")
 _SEQUENCE_CLIP = Owner(
@@ -120,7 +123,7 @@ class AlgorithmConfig(Section):
         description="Weight of each sequence by its mean log-ratio, of each token, or of each sequence by the product "
         "over its tokens",
     )
-    behavior_low: Annotated[float, _CORRECTION, _LOWER_BOUND] = Field(
+    behavior_low: Annotated[float, _LOWER_BOUND] = Field(
         0.5,
         ge=0,
         le=1,

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -120,12 +121,14 @@ class Owner:
     Args:
         text: The keys as a user sets them, such as `algorithm.use_kl_loss: true`.
         is_there: Whether a section has them.
-        keys: Of a section: those that make the owner. Of a key: a switch, which may be written as off beside the key.
+        makes: Keys of a section that make the owner, and so need none.
+        switch: A key that may be written as off beside those that it owns.
     """
 
     text: str
     is_there: Callable[[Any], bool]
-    keys: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    switch: str = ""
 
 
 class Section(BaseModel):
@@ -178,16 +181,21 @@ class Section(BaseModel):
 
     def _missing_owner(self, key: str) -> Owner | None:
         """The owner of a key where it is absent; None where the key has an effect, or its switch is written as off."""
-        field = type(self).model_fields[key]
-        of_section = [self.OWNER] if self.OWNER is not None and key not in self.OWNER.keys else []
-        for owner in (*of_section, *(part for part in field.metadata if isinstance(part, Owner))):
-            is_switched_off = {*owner.keys, key} <= self.model_fields_set if owner.keys and not of_section else False
+        for owner in owners_of(type(self), key):
+            is_switched_off = bool(owner.switch) and {owner.switch, key} <= self.model_fields_set
             if not owner.is_there(self) and not is_switched_off:
                 return owner
         return None
 
     def _default(self, key: str) -> Any:
         return type(self).model_fields[key].get_default(call_default_factory=True, validated_data={})
+
+
+@cache
+def owners_of(section: type[Section], key: str) -> tuple[Owner, ...]:
+    """The owner of the section, and those of a key of it."""
+    of_section = (section.OWNER,) if section.OWNER is not None and key not in section.OWNER.makes else ()
+    return of_section + tuple(part for part in section.model_fields[key].metadata if isinstance(part, Owner))
 
 
 def _is_old(info: ValidationInfo) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from gspo.common.config.fields import Owner, Section
+from gspo.common.config.fields import Section, owners_of
 from gspo.common.config.loading import parse_config, read_config, write_config
 from gspo.common.config.reward import EnvironmentConfig, RewardFunction
 from gspo.common.config.schema import Config
@@ -60,9 +60,7 @@ def owned_keys() -> Iterator[Any]:
         if path.startswith("data.sources"):
             continue  # as in the sections that a source replaces
         for name, field in section.model_fields.items():
-            of_section = [section.OWNER] if section.OWNER and name not in section.OWNER.keys else []
-            owners = [*of_section, *(part for part in field.metadata if isinstance(part, Owner))]
-            if owners:
+            if owners := owners_of(section, name):
                 default = field.get_default(call_default_factory=True, validated_data={})
                 yield pytest.param(f"{path}.{name}", default, [owner.text for owner in owners], id=f"{path}.{name}")
 
