@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.clip_causes import clip_causes, clip_causes_line
-from gspo.common.telemetry.learning import has_signal, learning_findings
+from gspo.common.telemetry.learning import ends, has_signal, learning_findings
 from gspo.common.telemetry.step_time import Share, seconds_by_function, shares
 
 # A step may be odd; older ones may be of another configuration.
@@ -289,10 +288,10 @@ def _weighed_down(figures: Sequence[Mapping[str, float]], config: Config) -> str
 def _shrinking_turns(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
     """Whether turns got shorter and more at once, by means of the first and the last quarter of TURN_STEPS steps."""
     tokens, turns = (_last(figures, name, TURN_STEPS) for name in ("turn_tokens_mean", "turns_mean"))
-    quarter = TURN_STEPS // 4
     if not tokens or not turns:
         return None
-    shorter, more = (fmean(values[-quarter:]) / max(fmean(values[:quarter]), 1e-9) for values in (tokens, turns))
+    pairs = ends(tokens, 4), ends(turns, 4)
+    shorter, more = (last / max(first, 1e-9) for first, last in pairs)
     if shorter > TURNS_SHORTER or more < TURNS_MORE:
         return None
     other = "" if config.algorithm.loss_agg_mode == "seq-mean-turn-mean" else ", or loss_agg_mode: seq-mean-turn-mean"

@@ -14,7 +14,7 @@ from gspo.common.config.schema import Config
 
 Steps = Sequence[Mapping[str, float]]
 # Steps over which a trend is judged, from the mean of the first fifth to that of the last.
-TREND_STEPS = 20
+TREND_STEPS, TREND_PARTS = 20, 5
 # Share of groups with equal rewards, and of answers cut off, above which most of a step teaches nothing.
 MOST_EQUAL, MOST_CUT = 0.8, 0.5
 # Factors between the first and the last steps of a trend.
@@ -103,28 +103,14 @@ def _cut_text(steps: Steps, config: Config) -> str:
     )
 
 
-def _falling_text(steps: Steps, _config: Config) -> str:
-    first, last = _ends(steps, "reward_mean")
-    return (
-        f"the reward fell from {first:.3g} to {last:.3g} within {len(steps)} steps, by more than its errors. The "
-        "learning rate may be too high (learner.learning_rate), or the clip too wide"
-    )
+def _trend_text(name: str, sentence: str) -> Callable[[Steps, Config], str]:
+    """The sentence of a trend, which has the figure's first and last values and the number of steps."""
 
+    def text(steps: Steps, _config: Config) -> str:
+        first, last = _ends(steps, name)
+        return sentence.format(first=first, last=last, steps=len(steps))
 
-def _entropy_text(steps: Steps, _config: Config) -> str:
-    first, last = _ends(steps, "entropy")
-    return (
-        f"the entropy fell from {first:.2g} to {last:.2g} nats a token within {len(steps)} steps: answers to a prompt "
-        "become one. Try a lower learner.learning_rate, algorithm.entropy_coef, or a narrower pg_clip_low"
-    )
-
-
-def _kl_text(steps: Steps, _config: Config) -> str:
-    first, last = _ends(steps, "reference_kl")
-    return (
-        f"the KL to the first policy rose from {first:.2g} to {last:.2g} nats a token within {len(steps)} steps. Try a "
-        "larger algorithm.kl_loss_coef, or a lower learner.learning_rate"
-    )
+    return text
 
 
 def _gradient_text(steps: Steps, _config: Config) -> str:
@@ -135,18 +121,22 @@ def _gradient_text(steps: Steps, _config: Config) -> str:
     )
 
 
+def ends(values: Sequence[float], parts: int) -> tuple[float, float]:
+    """Means of the first and the last one of so many parts of the values."""
+    size = max(1, len(values) // parts)
+    return fmean(values[:size]), fmean(values[-size:])
+
+
 def _ends(steps: Steps, name: str) -> tuple[float, float]:
-    """Means of a figure over the first and the last fifth of the steps."""
-    fifth = max(1, len(steps) // 5)
-    return fmean(step[name] for step in steps[:fifth]), fmean(step[name] for step in steps[-fifth:])
+    return ends([step[name] for step in steps], TREND_PARTS)
 
 
 def _falls(steps: Steps) -> bool:
     """Whether the reward is lower at the end by more than its standard errors, with one reward counted a group."""
     first, last = _ends(steps, "reward_mean")
-    fifth = max(1, len(steps) // 5)
-    variances = [step["reward_std"] ** 2 / max(1.0, step["groups"]) for step in (*steps[:fifth], *steps[-fifth:])]
-    return first - last > _STANDARD_ERRORS * math.sqrt(sum(variances)) / fifth
+    variances = [step["reward_std"] ** 2 / max(1.0, step["groups"]) for step in steps]
+    size = max(1, len(steps) // TREND_PARTS)
+    return first - last > _STANDARD_ERRORS * math.sqrt(sum(ends(variances, TREND_PARTS)) / size)
 
 
 def _runs_away(steps: Steps) -> bool:
@@ -184,8 +174,38 @@ _RULES = (
         lambda steps: all(step["truncated_share"] > MOST_CUT for step in steps),
         _cut_text,
     ),
-    Rule("reward_falls", ("reward_mean", "reward_std", "groups"), TREND_STEPS, _falls, _falling_text),
-    Rule("entropy_collapses", ("entropy",), TREND_STEPS, _collapses, _entropy_text),
-    Rule("kl_runs_away", ("reference_kl",), TREND_STEPS, _runs_away, _kl_text),
+    Rule(
+        "reward_falls",
+        ("reward_mean", "reward_std", "groups"),
+        TREND_STEPS,
+        _falls,
+        _trend_text(
+            "reward_mean",
+            "the reward fell from {first:.3g} to {last:.3g} within {steps} steps, by more than its errors. The "
+            "learning rate may be too high (learner.learning_rate), or the clip too wide",
+        ),
+    ),
+    Rule(
+        "entropy_collapses",
+        ("entropy",),
+        TREND_STEPS,
+        _collapses,
+        _trend_text(
+            "entropy",
+            "the entropy fell from {first:.2g} to {last:.2g} nats a token within {steps} steps: answers to a prompt "
+            "become one. Try a lower learner.learning_rate, algorithm.entropy_coef, or a narrower pg_clip_low",
+        ),
+    ),
+    Rule(
+        "kl_runs_away",
+        ("reference_kl",),
+        TREND_STEPS,
+        _runs_away,
+        _trend_text(
+            "reference_kl",
+            "the KL to the first policy rose from {first:.2g} to {last:.2g} nats a token within {steps} steps. Try a "
+            "larger algorithm.kl_loss_coef, or a lower learner.learning_rate",
+        ),
+    ),
     Rule("gradient_explodes", ("grad_norm",), TREND_STEPS // 2, _explodes, _gradient_text),
 )
