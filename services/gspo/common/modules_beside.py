@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from gspo.common.errors import InputError
@@ -46,6 +46,11 @@ def modules_beside(
             package = path.relative_to(file.parent).with_suffix("").parts[:-1]
             waiting += _imported(_parsed(path, texts[name], where), package)
     return dict(sorted(texts.items()))
+
+
+def top_names(paths: Iterable[str]) -> set[str]:
+    """The names by which an import begins that reaches modules at these paths."""
+    return {path.partition("/")[0].removesuffix(".py") for path in paths}
 
 
 def _imported(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -40,7 +40,7 @@ def template_variables(columns: Mapping[str, Any], source: Source) -> dict[str, 
         ValueError: A column has another form, or there are tools of two origins.
     """
     of_row = _json_column(columns, "chat_template_kwargs", dict) or {}
-    if reserved := sorted({*of_row} & {*RESERVED_VARIABLES, "tools"}):
+    if reserved := sorted(of_row.keys() & RESERVED_VARIABLES):
         raise ValueError(f"chat_template_kwargs has {reserved[0]}, which is not a variable of the template")
     tools = _json_column(columns, "tools", list)
     own = list(source.environment.descriptions)

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from gspo.common.errors import in_yaml
 
 Message = dict[str, Any]
-# Arguments of transformers' apply_chat_template that are no variables of a template.
+# Arguments of transformers' apply_chat_template that are no variables of a template; tools have a column of their own.
 RESERVED_VARIABLES = frozenset(
     {"conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
-    | {"tokenizer_kwargs"}
+    | {"tokenizer_kwargs", "tools"}
 )
 
 

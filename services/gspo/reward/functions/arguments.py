@@ -174,8 +174,7 @@ def _trl_arguments(
     signature: Signature, rollouts: Sequence[Rollout], columns: list[dict[str, Any]], args: dict[str, Any]
 ) -> dict[str, Any]:
     names = {name for row in columns for name in row}
-    if missing := _missing_columns(signature, {*names, *args}):
-        raise MissingColumnError(missing[0], names)
+    _refuse_missing(signature, names, args)
     taken = names if signature.takes_any else names & signature.takes
     arguments: dict[str, Any] = {name: [row.get(name) for row in columns] for name in taken}
     for name, value_of in _TRL_VALUES.items():
@@ -185,30 +184,37 @@ def _trl_arguments(
 
 
 def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
-    if missing := _missing_columns(signature, {*columns, *args}):
-        raise MissingColumnError(missing[0], columns)
+    _refuse_missing(signature, columns, args)
     values = columns | {
         "data_source": columns.get("data_source", ""),
         "solution_str": rollout.text,
         "ground_truth": ground_truth(columns),
         "extra_info": columns.get("extra_info") or {},
     }
-    taken = {name: value for name, value in values.items() if signature.takes_any or name in signature.takes}
-    return taken | args
+    return _taken(signature, values) | args
 
 
 def _verl_batch(
     signature: Signature, rollouts: Sequence[Rollout], columns: list[dict[str, Any]], args: dict[str, Any]
 ) -> dict[str, Any]:
     names = {name for row in columns for name in row}
-    if missing := _missing_columns(signature, {*names, *args}):
-        raise MissingColumnError(missing[0], names)
+    _refuse_missing(signature, names, args)
     values = {name: [row.get(name) for row in columns] for name in names} | {
         "data_sources": [row.get("data_source", "") for row in columns],
         "solution_strs": [rollout.text for rollout in rollouts],
         "ground_truths": [ground_truth(row) for row in columns],
         "extra_infos": [row.get("extra_info") or {} for row in columns],
     }
+    return _taken(signature, values)
+
+
+def _refuse_missing(signature: Signature, columns: Collection[str], args: Collection[str]) -> None:
+    if missing := _missing_columns(signature, {*columns, *args}):
+        raise MissingColumnError(missing[0], columns)
+
+
+def _taken(signature: Signature, values: dict[str, Any]) -> dict[str, Any]:
+    """The values that the function has a parameter for."""
     return {name: value for name, value in values.items() if signature.takes_any or name in signature.takes}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -19,6 +18,7 @@ from gspo.common.network.api_keys import key_header
 from gspo.reward.functions.arguments import OPENRLHF_ARGUMENTS, ground_truth, text_of
 from gspo.reward.functions.json_server import TEXT_CHARS, JsonServer
 from gspo.reward.sandbox.calls import Answer, CallError, Question, Signature
+from gspo.reward.sandbox.inside.results import plain_value, type_name
 
 PROMPT = """Judge the answer to a task.
 
@@ -107,11 +107,8 @@ def _logged_values(name: str, values: Any, count: int) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, int | float):
-        if isinstance(value, float) or abs(value) < 2**1000:
-            return float(value)
-        return sys.float_info.max if value > 0 else -sys.float_info.max  # refused as well
-    return None if value is None else {"type": type(value).__name__}
+    """As of a local function, but that a server has no dict as a number."""
+    return {"type": type_name(value)} if isinstance(value, dict) else plain_value(value)
 
 
 class JudgeOptions(Section):

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+from gspo.common.modules_beside import top_names
 from gspo.reward.sandbox.bubblewrap import (
     ENVIRONMENT,
     ETC,
@@ -162,7 +163,7 @@ class Importable:
         packages = {path.name: path / "__init__.py" for path in reads if (path / "__init__.py").is_file()}
         self.folders = [path for path in reads if path.is_dir() and path.name not in packages]
         self.modules = packages | {path.stem: path for path in reads if path.suffix == ".py"}
-        self._carried = {Path(path).parts[0].removesuffix(".py") for path in carried}
+        self._carried = top_names(carried)
 
     def __contains__(self, name: str) -> bool:
         places = (place for folder in self.folders for place in (folder / name, folder / f"{name}.py"))

@@ -21,6 +21,7 @@ from typing import Annotated
 import msgspec
 from pydantic import Field
 
+from gspo.common.modules_beside import top_names
 from gspo.reward.functions.library import Function, Library, code_of
 from gspo.reward.registry.records import Content, StoredSignature, Submission, TestCase, version_of
 from gspo.reward.sandbox.calls import CallError, CallLimits, Code
@@ -231,8 +232,7 @@ def check_imports(outlines: Mapping[str, Outline], allowed_packages: Collection[
     Raises:
         InputRefusedError: Something else is imported; with line and column of each place.
     """
-    own = {path.partition("/")[0].removesuffix(".py") for path in outlines}
-    known = sys.stdlib_module_names | importable(tuple(allowed_packages)) | own
+    known = sys.stdlib_module_names | importable(tuple(allowed_packages)) | top_names(outlines)
     allowed = ", ".join(sorted(allowed_packages)) or "none"
     problems = []
     for path, outline in outlines.items():
