@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from gspo.cli.arguments import NewestRunDir, RunDir, RunDirs
 from gspo.cli.dead_letters import app as dead_letter_app
 from gspo.cli.plan.plan_command import plan
 from gspo.cli.replay.replay_command import replay
@@ -100,7 +101,7 @@ def agent(
 
 @app.command()
 def status(
-    run_dir: Annotated[Path | None, typer.Argument(help="Run directory; by default the newest under ./runs.")] = None,
+    run_dir: NewestRunDir = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Refresh the page, with CPU and memory of each process, until Ctrl-C.")
     ] = False,
@@ -137,7 +138,7 @@ def config(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory.")],
+    run_dir: RunDir,
     out: Annotated[Path, typer.Argument(help="New folder.")],
     best: Annotated[bool, typer.Option("--best", help="Copy the best version (needs evaluation.keep_best).")] = False,
     adapter: Annotated[
@@ -186,7 +187,7 @@ def export(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
+def report(run_dir: RunDir) -> None:
     """Write the report of a run again from its log: summary.json, plots and report.html.
 
     Example: [bold]gspo report runs/my-run[/]
@@ -202,7 +203,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run directory.")]) -> N
 
 @app.command()
 def view(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Run directory, and others to compare it with.")],
+    run_dirs: RunDirs,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 picks a free one.")] = 8090,
     open_path: Annotated[
         str | None, typer.Option("--open", help="Show this path of the page in the reader's open tabs, and end.")

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from rich.console import Console
 from rich.table import Table
 
+from gspo.cli.arguments import Run
 from gspo.common.errors import InputError, nearest
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.inbox import FIELD
@@ -33,7 +34,6 @@ app = typer.Typer(
     epilog="An entry becomes a dead letter if it cannot be read, or if several deliveries of it never finished. Its "
     "group fails, or is issued again after its deadline. The run continues in either case: no letter needs an action.",
 )
-Run = Annotated[Path | None, typer.Option("--run", help="Run directory; by default the newest under ./runs.")]
 Letters = Annotated[list[str] | None, typer.Argument(help="Letters, by the names in `list`.")]
 All = Annotated[bool, typer.Option("--all", help="All letters.")]
 T = TypeVar("T")

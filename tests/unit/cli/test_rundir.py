@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from gspo.cli.commands import app
 from gspo.cli.report.history import RunHistory
 from gspo.cli.report.summary import notes
 from gspo.cli.report.writer import write_report
@@ -19,6 +21,7 @@ from gspo.cli.rundir.start import (
     is_run_dir_locked,
     lock_run_dir,
     prepare,
+    run_dir_of,
     supervisor_facts,
     write_supervisor_facts,
 )
@@ -50,6 +53,15 @@ def test_a_new_run_writes_every_key_and_the_environment(tmp_path: Path, raw_conf
     assert written["staleness"]["max_lag"] == 1
     facts = json.loads((start.run_dir / "environment.json").read_text())
     assert {"python", "gspo", "redis", "cores", "learner_threads"} <= facts.keys()
+
+
+def test_a_run_is_named_by_its_configuration_too(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", raw_config)
+    assert run_dir_of(tmp_path) == tmp_path  # no run yet, so the commands refuse the folder that the user named
+    run_dir = started(file, trained=False).run_dir
+    assert [run_dir_of(path) for path in (tmp_path, file, run_dir)] == [run_dir, run_dir, run_dir]
+    shown = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert (shown.exit_code, (run_dir / "report.html").is_file()) == (0, True), shown.output
 
 
 def test_an_existing_run_is_not_started_again_without_resume(tmp_path: Path, raw_config: dict[str, Any]) -> None:

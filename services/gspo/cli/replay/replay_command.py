@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-RunDirectory = Annotated[Path, typer.Argument(help="Run directory, finished or training; nothing in it is changed.")]
+from gspo.cli.arguments import RunDir
+
 Steps = Annotated[
     str | None, typer.Option(help="Steps, such as 10..20, 10.., ..20 or 12. By default all that the log can make.")
 ]
@@ -27,7 +28,7 @@ ReplayAsJson = Annotated[bool, typer.Option("--json", help="Print the result as 
 
 
 def replay(
-    run_dir: RunDirectory,
+    run_dir: RunDir,
     steps: Steps = None,
     changes: With = None,
     until_differs: UntilDiffers = False,
@@ -38,8 +39,9 @@ def replay(
 ) -> None:
     """Make steps of a run again from its log, and compare them with the record, without engine, Redis or rewards.
 
-    It starts at the nearest checkpoint that is kept, or at the model, and says the cost first. On the same machine
-    and libraries every digest and figure is equal to the bit. Ctrl-C stops after a step; the same command continues.
+    It starts at the nearest checkpoint that is kept, or at the model, and says the cost first. The run itself is not
+    changed, and may be training. On the same machine and libraries every digest and figure is equal to the bit.
+    Ctrl-C stops after a step; the same command continues.
 
     With --with, the same rollouts are trained under other keys, beside the recorded figures.
 

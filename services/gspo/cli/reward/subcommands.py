@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gspo.cli.arguments import Run, RunDir
 from gspo.common.errors import InputError, printable
 from gspo.common.modules_beside import modules_beside
 
@@ -24,7 +25,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Reward functions of a running service: submit, try, activate, inspect.",
 )
-Run = Annotated[Path | None, typer.Option("--run", help="Run directory; by default the newest under ./runs.")]
 Url = Annotated[str | None, typer.Option("--url", help="Address of a reward service; or set GSPO_REWARD_URL.")]
 Name = Annotated[str, typer.Argument(help="Name of the function.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the reply of the service.")]
@@ -134,7 +134,7 @@ def try_rows(
 
 @app.command()
 def compare(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    run_dir: RunDir,
     what: Annotated[str, typer.Argument(help="Python file, or the beginning of a version in the log.")],
     function: Annotated[str, typer.Option(help="The function that it stands for, if the run has several.")] = "",
     steps: Annotated[int, typer.Option(min=1, help="Number of last steps.")] = 1,

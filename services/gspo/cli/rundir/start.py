@@ -187,6 +187,19 @@ def config_file_of(target: Path) -> Path:
     return inside if target.is_dir() and inside.is_file() and not _is_run_dir(target) else target
 
 
+def run_dir_of(target: Path) -> Path:
+    """The run that was started from a configuration file, or from the folder of `gspo init` with one.
+
+    Any other path, also that of a run directory, stays as it is.
+
+    Raises:
+        InputError: The configuration is refused.
+    """
+    file = config_file_of(target)
+    run_dir = read_user_config(file).for_cpus.run_dir if file.is_file() else target
+    return run_dir if _is_run_dir(run_dir) else target
+
+
 def check_run_dir(run_dir: Path) -> None:
     """Refuse a folder that is not a run directory.
 
