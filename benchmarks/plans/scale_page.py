@@ -8,11 +8,11 @@ from pathlib import Path
 from benchmarks.plans.published_models import published_models
 from gspo.cli.plan.plan_request import Planned, PlanRequest, machine_of, planned_request
 from gspo.cli.plan.plan_tables import short_number
+from gspo.cli.plan.rates import find_card, rates_of
 from gspo.cli.plan.refusal import counted
+from gspo.cli.plan.search import Shortfall
+from gspo.cli.plan.times import Seconds, parallel_cards
 from gspo.common.host.machine import GIB
-from gspo.common.planning.rates import find_card, rates_of
-from gspo.common.planning.search import Shortfall
-from gspo.common.planning.times import Seconds, parallel_cards
 
 PAGE = Path(__file__).parents[2] / "docs/scale.md"
 BEGIN, END = "<!-- planned: python -m benchmarks.plans.scale_page -->\n", "<!-- end of planned -->\n"

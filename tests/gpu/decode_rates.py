@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gspo.common.planning.rates import Card
+from gspo.common.host.gpu_kinds import Card
 
 # A pass is never free: at most so many a second.
 _MOST_PASSES_S = 10_000.0

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from gspo.common.host.gpu_kinds import CARDS, Card
 from gspo.common.host.machine import visible_gpus
-from gspo.common.planning.rates import CARDS, Card
 from tests.gpu.catalogue import PARTS
 from tests.gpu.random_models import SHAPES, random_model
 
@@ -83,7 +83,7 @@ class PartRun:
         answer: The file of its findings, which are written as they come: a part that is ended keeps what it had.
         numbers: What it measured.
         goals: As `judge` found them.
-        rates: Measured rates under the names of common/planning/rates.py, which `gspo plan` then uses.
+        rates: Measured rates under the names of cli/plan/rates.py, which `gspo plan` then uses.
     """
 
     part: str

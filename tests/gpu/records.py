@@ -31,7 +31,7 @@ class PartRecord:
         numbers: What it measured, by a name that has the unit.
         card: The GPU's name; CPU for a trial of the code.
         goals: `name`, `goal`, `result`, and whether it is `met`: None on a CPU.
-        rates: By the names of common/planning/rates.py, for `gspo plan`.
+        rates: By the names of cli/plan/rates.py, for `gspo plan`.
     """
 
     part: str

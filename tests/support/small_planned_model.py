@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from gspo.cli.processes.planned_memory import PlannedModel
-from gspo.common.planning.memory import TrainedSize
+from gspo.common.model.trained_parameters import TrainedSize
 from gspo.learner.model.profile import profile
 
 _SMALL = {

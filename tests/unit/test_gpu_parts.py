@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gspo.cli.plan.rates import ASSUMED, Rate, rates_of
 from gspo.common.config.schema import Config
-from gspo.common.planning.rates import ASSUMED, CARDS, Rate, rates_of
+from gspo.common.host.gpu_kinds import CARDS
 from tests.gpu import __main__ as command
 from tests.gpu import machine_facts
 from tests.gpu.catalogue import NOT_ON_ONE_CARD, PARTS, Part

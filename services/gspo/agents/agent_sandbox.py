@@ -37,9 +37,9 @@ from gspo.agents.player.task import Task
 from gspo.agents.relay import Dial, Relay, dial_host, readable
 from gspo.agents.worker import AgentFailedError, RolloutLostError
 from gspo.common.config.gateway import AgentConfig
+from gspo.common.host.module_command import SUPERVISOR_VARIABLE
 from gspo.common.plain_json import whole_text
 from gspo.common.score_numbers import NUMBER_RULE, bounded_number
-from gspo.common.service.module_command import SUPERVISOR_VARIABLE
 from gspo.reward.sandbox.bubblewrap import (
     ENVIRONMENT,
     ETC,

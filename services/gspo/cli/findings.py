@@ -23,9 +23,9 @@ from gspo.common.data.row_reader import RowReader
 from gspo.common.errors import InputError
 from gspo.common.host.compilers import compiler_path
 from gspo.common.host.machine import GIB, VISIBLE, Gpu, free_memory, torch_is_for_cpus, vllm_for_gpus
+from gspo.common.host.module_command import module_command
 from gspo.common.host.packages import installed_version, unmet
 from gspo.common.planning.host_memory import PROCESSES_GIB
-from gspo.common.service.module_command import module_command
 
 Level = Literal["OK", "warning", "problem"]
 _PROGRAM_S = 15.0

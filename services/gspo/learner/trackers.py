@@ -17,7 +17,7 @@ import structlog
 
 from gspo.common.config.evaluation import TrackingConfig
 from gspo.common.errors import InputError
-from gspo.common.service.module_command import module_command
+from gspo.common.host.module_command import module_command
 from gspo.common.telemetry import metrics
 
 MAX_RESTARTS = 5

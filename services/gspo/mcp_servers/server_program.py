@@ -25,7 +25,7 @@ from typing import Any
 import structlog
 
 from gspo.common.config.gateway import McpConfig
-from gspo.common.service.module_command import SUPERVISOR_VARIABLE
+from gspo.common.host.module_command import SUPERVISOR_VARIABLE
 from gspo.reward.sandbox.bubblewrap import (
     ENVIRONMENT,
     ETC,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from gspo.cli.plan.times import ADAM_TOUCHES
 from gspo.common.planning.memory import FLOAT32_BYTES
-from gspo.common.planning.times import ADAM_TOUCHES
 from gspo.learner.model.attention import attention_of_line, attention_side_by_side, has_variable_length_attention
 from gspo.learner.model.batch import PackedRollouts
 from gspo_core.logprobs import token_logprobs

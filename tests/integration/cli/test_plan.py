@@ -17,8 +17,8 @@ from transformers import Qwen3Config
 from benchmarks.plans.published_models import published_models
 from gspo.cli.processes.planned_memory import ProcessMemory
 from gspo.common.config.loading import read_config
+from gspo.common.host.gpu_kinds import CARDS
 from gspo.common.planning.model_profile import ModelProfile
-from gspo.common.planning.rates import CARDS
 from tests.support.gpu_machine import gpu_machine
 from tests.support.gspo_run import stray_modules
 from tests.support.tiny_model import make_tiny_model

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from gspo.common.planning.memory import TrainedSize, host_bytes, published_bytes, rank_memory, snapshot_bytes
+from gspo.common.model.trained_parameters import TrainedSize
+from gspo.common.planning.memory import host_bytes, published_bytes, rank_memory, snapshot_bytes
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.memory_cases import memory_config
 from tests.support.training.started_ranks import run_ranks

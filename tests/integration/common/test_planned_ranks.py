@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plans.published_models import published_models
-from gspo.common.planning.memory import FLOAT32_BYTES, TrainedSize, rank_memory
+from gspo.common.model.trained_parameters import TrainedSize
+from gspo.common.planning.memory import FLOAT32_BYTES, rank_memory
 from tests.support.training.fake_rank_cases import NUM_RANKS
 from tests.support.training.rollout_rows import make_config
 

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 
 from benchmarks.plans.published_models import published_models
+from gspo.cli.plan.rates import rates_of
+from gspo.cli.plan.rollout_lengths import RolloutLengths
+from gspo.cli.plan.search import Plan, costs
+from gspo.cli.plan.times import Machine
 from gspo.cli.processes.placement import place
 from gspo.cli.processes.planned_memory import PlannedModel, planned_memory
 from gspo.cli.processes.programs import process_names
 from gspo.cli.rundir import gpu_defaults
 from gspo.cli.rundir.user_config import UserConfig, user_config
 from gspo.common.config.schema import Config
+from gspo.common.host.gpu_kinds import CARDS
 from gspo.common.host.machine import visible_gpus
-from gspo.common.planning.memory import TrainedSize
-from gspo.common.planning.rates import CARDS, rates_of
-from gspo.common.planning.rollout_lengths import RolloutLengths
-from gspo.common.planning.search import Plan, costs
-from gspo.common.planning.times import Machine
+from gspo.common.model.trained_parameters import TrainedSize
 from gspo.common.streams.keys import SERVICES
 from tests.support.gpu_machine import GIB, PRODUCT, pretend_gpu_machine
 from tests.support.small_planned_model import small_planned_model

@@ -21,8 +21,8 @@ import yaml
 from gspo.cli.processes.redis_server import redis_command
 from gspo.common.config.schema import RunConfig
 from gspo.common.host.machine import GENERATORS_PER_GPU
+from gspo.common.host.module_command import module_command
 from gspo.common.service import options as options_module
-from gspo.common.service.module_command import module_command
 from gspo.common.service.options import Options, parse_options
 from gspo.common.streams.keys import AGENTS, GATEWAY, SERVICES
 from tests.support.service_process import make_run

@@ -21,8 +21,8 @@ import yaml
 
 from gspo.common.config.schema import RunConfig
 from gspo.common.errors import EXIT_BAD_INPUT
+from gspo.common.host.module_command import module_command
 from gspo.common.service import options as options_module
-from gspo.common.service.module_command import module_command
 from gspo.common.service.options import parse_options
 from gspo.common.streams.keys import AGENTS, GATEWAY
 from gspo.common.streams.keys import SERVICES as ALWAYS

@@ -20,8 +20,8 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu
 from gspo.common.model.files import ModelFiles, read_model_files, weight_files
-from gspo.common.model.trained_parameters import num_trained, trained_size
-from gspo.common.planning.memory import RankMemory, TrainedSize, rank_memory
+from gspo.common.model.trained_parameters import TrainedSize, num_trained, trained_size
+from gspo.common.planning.memory import RankMemory, rank_memory
 from gspo.learner.check import check
 from gspo.learner.training import policy_engine
 from gspo.learner.training.deepspeed_config import _ALLOWED, _OWN_KEYS, _REFUSED, _ZERO, engine_config

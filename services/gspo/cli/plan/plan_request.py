@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo.cli.plan.rates import Rate
+from gspo.cli.plan.rollout_lengths import RolloutLengths
+from gspo.cli.plan.search import Plan, Shortfall, search
+from gspo.cli.plan.times import Machine
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
+from gspo.common.host.gpu_kinds import Card
 from gspo.common.host.machine import GIB
 from gspo.common.planning.host_memory import HOST_SHARE
 from gspo.common.planning.model_profile import ModelProfile
-from gspo.common.planning.rates import Card, Rate
-from gspo.common.planning.rollout_lengths import RolloutLengths
-from gspo.common.planning.search import Plan, Shortfall, search
-from gspo.common.planning.times import Machine
 
 # Tokens of the longest prompt, unless the context is short.
 _PROMPT_LENGTH, _PROMPT_SHARE = 2048, 4

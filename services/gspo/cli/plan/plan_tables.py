@@ -14,11 +14,11 @@ from rich.table import Table
 from gspo.cli.plan.plan_request import Planned
 from gspo.cli.plan.planner import plan_keys
 from gspo.cli.plan.refusal import counted
+from gspo.cli.plan.times import Seconds, parallel_cards, update_times
 from gspo.common.host.machine import GIB
 from gspo.common.planning.host_memory import HOST_SHARE
 from gspo.common.planning.longest import kept_by_generators
 from gspo.common.planning.memory import kv_bytes, reserved_bytes
-from gspo.common.planning.times import Seconds, parallel_cards, update_times
 
 _WHOLE = 10
 _ADVICE = {

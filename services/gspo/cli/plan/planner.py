@@ -18,13 +18,13 @@ from gspo.cli.plan.plan_request import (
     planned_request,
     teacher_keys,
 )
+from gspo.cli.plan.rates import find_card, rates_of
 from gspo.cli.plan.refusal import does_not_fit
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import visible_gpus
 from gspo.common.planning.model_profile import ModelProfile, profile_model
-from gspo.common.planning.rates import find_card, rates_of
 
 _K = 1024
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gspo.cli.plan.plan_request import Planned, PlanRequest, base_config, machine_of, planned_request
+from gspo.cli.plan.search import Shortfall
+from gspo.cli.plan.times import Machine
 from gspo.cli.processes.placement import aligned
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB
 from gspo.common.planning.model_profile import ModelProfile
-from gspo.common.planning.search import Shortfall
-from gspo.common.planning.times import Machine
 
 _MORE_CARDS, _LORA_RANK, _LEAST_CONTEXT = 64, 16, 1024
 

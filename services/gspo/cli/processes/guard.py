@@ -18,7 +18,7 @@ from collections.abc import Collection
 
 import psutil
 
-from gspo.common.service.module_command import SUPERVISOR_VARIABLE, module_command
+from gspo.common.host.module_command import SUPERVISOR_VARIABLE, module_command
 
 # A process may fork while the others are killed, so the guard looks again.
 _ROUNDS, _ROUND_S = 50, 0.1

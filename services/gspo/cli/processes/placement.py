@@ -24,6 +24,7 @@ from gspo.common.host.machine import (
     Gpu,
     choose_unused,
     describe_use,
+    gpus_of_engine,
 )
 from gspo.common.streams.keys import GENERATION, LEARNER
 
@@ -135,21 +136,11 @@ def _demands(config: Config, processes: Sequence[str]) -> dict[str, tuple[int, s
 
     A learner of 0 ranks needs none, because the user starts it.
     """
-    ranks, parallel = config.learner.ranks, _parallel_arguments(config)
-    of_generator = gpus_per_generator(config), f"generation.engine.{next(iter(parallel), PARALLEL_ARGUMENTS[0])}"
+    ranks, engine = config.learner.ranks, config.generation.engine
+    argument = next((name for name in PARALLEL_ARGUMENTS if type(engine.get(name)) is int), PARALLEL_ARGUMENTS[0])
+    of_generator = gpus_of_engine(engine), f"generation.engine.{argument}"
     demands = {name: of_generator for name in processes if name.startswith(GENERATION)}
     return demands | {name: (ranks, "learner.ranks") for name in processes if name.startswith(LEARNER) and ranks}
-
-
-def gpus_per_generator(config: Config) -> int:
-    """GPUs of one generator, by the arguments of vLLM that multiply them."""
-    return math.prod(_parallel_arguments(config).values())
-
-
-def _parallel_arguments(config: Config) -> dict[str, int]:
-    """Those that are set; vLLM itself refuses a fraction."""
-    engine = config.generation.engine
-    return {name: engine[name] for name in PARALLEL_ARGUMENTS if type(engine.get(name)) is int}
 
 
 def _check_shares(config: Config, placement: Placement, gpus: Sequence[Gpu]) -> None:

@@ -10,12 +10,11 @@ from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, Gpu, free_memory
 from gspo.common.model.files import model_folder, read_model_files
 from gspo.common.model.teacher_files import teacher_folder
-from gspo.common.model.trained_parameters import trained_size
+from gspo.common.model.trained_parameters import TrainedSize, trained_size
 from gspo.common.planning.host_memory import PROCESSES_GIB
 from gspo.common.planning.longest import engine_share, kept_by_generators
 from gspo.common.planning.memory import (
     RankMemory,
-    TrainedSize,
     generator_memory,
     policy_bytes,
     published_bytes,

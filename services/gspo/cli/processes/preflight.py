@@ -22,7 +22,7 @@ from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describ
 from gspo.cli.processes.nodes import Nodes
 from gspo.cli.processes.placement import NO_GPUS, Placement
 from gspo.common.errors import EXIT_BAD_INPUT, WARNING
-from gspo.common.service.module_command import SUPERVISOR_VARIABLE, module_command
+from gspo.common.host.module_command import SUPERVISOR_VARIABLE, module_command
 from gspo.common.service.options import CHECKED, StartCommand
 from gspo.common.tasks import task_group
 

@@ -14,8 +14,8 @@ from gspo.cli.processes.preflight import Preflight
 from gspo.cli.processes.supervisor import Program
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.host.module_command import module_command
 from gspo.common.network.credentials import check_credentials
-from gspo.common.service.module_command import module_command
 from gspo.common.streams.keys import AGENTS, COORDINATOR, GATEWAY, GENERATION, LEARNER, REWARD, SERVICES
 
 # The process that gets a configured port -> the key.

@@ -25,8 +25,8 @@ from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describ
 from gspo.cli.processes.guard import kill_processes_of, start_guard
 from gspo.cli.processes.preflight import PreflightProcess
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_START_AGAIN
+from gspo.common.host.module_command import SUPERVISOR_VARIABLE
 from gspo.common.service.failure import ProcessFailure
-from gspo.common.service.module_command import SUPERVISOR_VARIABLE
 from gspo.common.tasks import wait_until_set
 
 # A service that ran so long before it died is not in a crash loop: its deaths are counted from 1 again.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gspo.cli.processes.exit_codes import InterruptedRunError, RunError, ServiceRefusedError, describe_exit
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_START_AGAIN
-from gspo.common.service.module_command import module_command
+from gspo.common.host.module_command import module_command
 
 LOG_NAME = "replay.log"
 _POLL_S = 0.1

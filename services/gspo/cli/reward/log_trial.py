@@ -18,8 +18,8 @@ from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.rundir.start import check_run_dir
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.errors import EXIT_BAD_INPUT, InputError
+from gspo.common.host.module_command import module_command
 from gspo.common.modules_beside import modules_beside
-from gspo.common.service.module_command import module_command
 from gspo.runlog.function_files import read_sources
 from gspo.view.log_query import LogQuery
 

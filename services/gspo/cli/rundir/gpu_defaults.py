@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gspo.cli.plan.rates import rates_of
+from gspo.cli.plan.times import Machine, parallel_cards
 from gspo.cli.processes.placement import place
 from gspo.cli.processes.planned_memory import PlannedModel, free_for_ranks, rank_of, read_planned_model
 from gspo.cli.processes.programs import process_names
@@ -13,12 +15,11 @@ from gspo.common.config.loading import key_value
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.compilers import missing_compiler
+from gspo.common.host.gpu_kinds import CARDS
 from gspo.common.host.machine import CACHE_ARGUMENT, PARALLEL_ARGUMENTS, SHARE_ARGUMENT, Gpu, free_memory
 from gspo.common.planning.longest import engine_share, fitting_micro_batch, servable_bound, share_beside
 from gspo.common.planning.memory import generator_memory
 from gspo.common.planning.model_profile import ModelProfile
-from gspo.common.planning.rates import CARDS, rates_of
-from gspo.common.planning.times import Machine, parallel_cards
 from gspo.common.streams.keys import SERVICES
 
 REPLICAS, RANKS, MICRO_BATCH = "generation.replicas", "learner.ranks", "learner.micro_batch_tokens"
@@ -74,7 +75,7 @@ def _split(
     Of all ways to save memory and of all splits that fit, those with the shortest step, as in `gspo plan`. If none
     fits, about half of the cards for each side: the start refuses them and names the missing memory.
     """
-    from gspo.common.planning.search import dividing_ranks, shortest, split_cards  # here: numpy, which only GPUs need
+    from gspo.cli.plan.search import dividing_ranks, shortest, split_cards  # here: numpy, which only GPUs need
 
     num_cards, machine = len(gpus), _machine(gpus, card_bytes)
     replicas = None if REPLICAS in left_out else config.generation.replicas
@@ -106,7 +107,7 @@ def _machine(gpus: Sequence[Gpu], card_bytes: float) -> Machine:
 
 def _ways_to_save(config: Config, left_out: Collection[str], num_cards: int) -> list[dict[str, Any]]:
     """ZeRO stages and offload, the fastest first; only the user's where they or other keys of DeepSpeed are given."""
-    from gspo.common.planning.search import STAGES, STAGES_ALONE
+    from gspo.cli.plan.search import STAGES, STAGES_ALONE
 
     stages = STAGES if num_cards > 1 else STAGES_ALONE
     open_keys = [key for key in (STAGE, OFFLOAD) if key in left_out and not config.learner.deepspeed]

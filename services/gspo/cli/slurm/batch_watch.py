@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from gspo.cli.slurm.allocation import nodes_of, requeue, step
-from gspo.common.service.module_command import module_command
+from gspo.common.host.module_command import module_command
 
 _POLL_S = 20.0
 

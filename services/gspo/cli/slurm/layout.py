@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gspo.cli.processes.placement import Placement, gpus_per_generator, place
+from gspo.cli.processes.placement import Placement, place
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.machine import Gpu
+from gspo.common.host.machine import Gpu, gpus_of_engine
 from gspo.common.streams.keys import GENERATION, LEARNER
 
 LEARNER_PROCESS = f"{LEARNER}-0"
@@ -131,7 +131,7 @@ def _learner_nodes(config: Config, free: Mapping[str, int], *, on_gpus: bool) ->
 
 def _generator_node(config: Config, free: dict[str, int], *, on_gpus: bool) -> str:
     """The node with the most free GPUs for the next generator, whose GPUs are taken from `free`."""
-    needed = gpus_per_generator(config) if on_gpus else 1
+    needed = gpus_of_engine(config.generation.engine) if on_gpus else 1
     node = max(free, key=lambda name: free[name])  # the first of equals
     if on_gpus and free[node] < needed:
         raise InputError(

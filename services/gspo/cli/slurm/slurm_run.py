@@ -30,8 +30,8 @@ from gspo.cli.slurm.survey import survey
 from gspo.cli.slurm.task import LAYOUT_NAME
 from gspo.common.config.loading import CONFIG_NAME, parse_config, read_config, write_config
 from gspo.common.config.schema import Config
+from gspo.common.host.module_command import module_command
 from gspo.common.network.credentials import EVERY_INTERFACE
-from gspo.common.service.module_command import module_command
 from gspo.runlog.run_log import RunLog
 
 _PROBE_S = 30.0

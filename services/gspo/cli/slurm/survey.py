@@ -21,7 +21,7 @@ from gspo.cli.slurm.allocation import step
 from gspo.cli.slurm.layout import Node
 from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu, visible_gpus
-from gspo.common.service.module_command import module_command
+from gspo.common.host.module_command import module_command
 
 _NONCE_NAME = "nonce"
 # Until a new file is seen on another node: NFS keeps what it knows of a folder for up to a minute, 3 s by default.

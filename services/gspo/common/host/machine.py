@@ -162,8 +162,12 @@ def engine_cards(engine: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         InputError: As visible_gpus.
     """
-    num_gpus = math.prod(engine[key] for key in PARALLEL_ARGUMENTS if type(engine.get(key)) is int)
-    return {gpu.uuid or gpu.name: gpu.product for gpu in visible_gpus()[:num_gpus]}
+    return {gpu.uuid or gpu.name: gpu.product for gpu in visible_gpus()[: gpus_of_engine(engine)]}
+
+
+def gpus_of_engine(engine: Mapping[str, Any]) -> int:
+    """The number of GPUs that an engine with these arguments uses; vLLM itself refuses a fraction."""
+    return math.prod(engine[key] for key in PARALLEL_ARGUMENTS if type(engine.get(key)) is int)
 
 
 def vllm_for_gpus() -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gspo.common.errors import InputError
+from gspo.common.host.module_command import module_command
 from gspo.common.plain_json import read_json_file
-from gspo.common.service.module_command import module_command
 
 # Of the processor; and of memory, for Python and jinja2.
 _MOST_SECONDS, _MOST_BYTES = 5, 1 << 30

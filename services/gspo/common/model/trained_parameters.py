@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gspo.common.config.engines import LoraConfig
 from gspo.common.config.schema import Config
 from gspo.common.model.files import ALL_LINEAR, ModelFiles, is_fused, is_stacked
 from gspo.common.model.teacher_files import read_teacher_files
-from gspo.common.planning.memory import TrainedSize
+
+
+@dataclass(frozen=True)
+class TrainedSize:
+    """The size of a model that is trained: of all its parameters, and of those that the optimizer updates.
+
+    Attributes:
+        num_teacher: Parameters of a teacher that the learner loads beside it; 0 without one.
+        num_teacher_rounded: Those of its linear layers and experts, which are stored in the dtype of the products.
+    """
+
+    num_parameters: int
+    num_trained: int
+    num_teacher: int = 0
+    num_teacher_rounded: int = 0
 
 
 def trained_size(config: Config, files: ModelFiles) -> TrainedSize:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gspo.common.config.schema import Config
-from gspo.common.host.machine import GIB
-from gspo.common.planning.memory import TrainedSize, learner_host_bytes, published_bytes, staged_bytes
-from gspo.common.planning.times import parallel_cards
+from gspo.common.host.machine import GIB, gpus_of_engine
+from gspo.common.model.trained_parameters import TrainedSize
+from gspo.common.planning.memory import learner_host_bytes, published_bytes, staged_bytes
 
 # Interpreter, libraries and engine of four services, before the first weight.
 PROCESSES_GIB = 5.0
@@ -57,7 +57,7 @@ def fullest_host(config: Config, size: TrainedSize, ranks: int, num_cards: int, 
     replicas = config.generation.replicas
     if num_cards <= cards_per_host:
         return host_memory(config, size, ranks=ranks, ranks_here=ranks, generators_here=replicas)
-    generators_here = min(replicas, cards_per_host // parallel_cards(config))
+    generators_here = min(replicas, cards_per_host // gpus_of_engine(config.generation.engine))
     hosts = (
         host_memory(config, size, ranks=ranks, ranks_here=min(ranks, cards_per_host), generators_here=0),
         host_memory(config, size, ranks=ranks, ranks_here=0, generators_here=generators_here),

@@ -8,14 +8,8 @@ from math import floor
 
 from gspo.common.config.schema import Config
 from gspo.common.host.machine import DEFAULT_SHARE, GIB, SHARE_ARGUMENT
-from gspo.common.planning.memory import (
-    CONTEXT_BYTES,
-    TrainedSize,
-    generator_memory,
-    kv_bytes,
-    rank_memory,
-    reserved_bytes,
-)
+from gspo.common.model.trained_parameters import TrainedSize
+from gspo.common.planning.memory import CONTEXT_BYTES, generator_memory, kv_bytes, rank_memory, reserved_bytes
 from gspo.common.planning.model_profile import ModelProfile
 
 # No model reads more.

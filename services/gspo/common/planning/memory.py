@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gspo.common.config.schema import Config
 from gspo.common.host.machine import GIB
+from gspo.common.model.trained_parameters import TrainedSize
 from gspo.common.planning.deepspeed_buffers import buffer_sizes
 from gspo.common.planning.model_profile import ModelProfile
 
@@ -36,21 +37,6 @@ _STAGED = 2
 _ENGINE_BYTES, _SAMPLER_COPIES = 2 * GIB, 3
 # vLLM's tokens of one forward pass on a card with 80 GiB.
 _BATCHED_TOKENS = 8192
-
-
-@dataclass(frozen=True)
-class TrainedSize:
-    """The size of a model that is trained: of all its parameters, and of those that the optimizer updates.
-
-    Attributes:
-        num_teacher: Parameters of a teacher that the learner loads beside it; 0 without one.
-        num_teacher_rounded: Those of its linear layers and experts, which are stored in the dtype of the products.
-    """
-
-    num_parameters: int
-    num_trained: int
-    num_teacher: int = 0
-    num_teacher_rounded: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from gspo.common.config.engines import SPREAD_STAGE
 from gspo.common.errors import InputError
+from gspo.common.host.module_command import module_command
 from gspo.common.model.heads import heads_divide
 from gspo.common.planning.flops import ModelFlops
-from gspo.common.service.module_command import module_command
 
 _PROGRAM = "gspo.learner.model.profile"
 _MODEL_CODE = Path(__file__).parents[2] / "learner" / "model"

@@ -15,7 +15,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from gspo.common.service.module_command import SUPERVISOR_VARIABLE
+from gspo.common.host.module_command import SUPERVISOR_VARIABLE
 from gspo.common.streams.keys import Keys
 
 # KEYS: shift, engines. ARGV: uid, record. Returns 1 if the generator may start its engine.

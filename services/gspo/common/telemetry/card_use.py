@@ -14,7 +14,7 @@ from functools import cache
 
 import structlog
 
-from gspo.common.planning.rates import CARDS
+from gspo.common.host.gpu_kinds import CARDS
 
 log = structlog.get_logger()
 # Figure -> the time that it is over.

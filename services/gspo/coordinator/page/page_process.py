@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from gspo.common.service.module_command import module_command
+from gspo.common.host.module_command import module_command
 
 START_S, IDLE_S = 120.0, 900.0
 _LOOK_S, _END_S = 0.1, 5.0

@@ -15,7 +15,7 @@ from gspo.common.config.algorithm import LossConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.durable_write import replace_file
-from gspo.common.service.module_command import module_command
+from gspo.common.host.module_command import module_command
 from gspo.runlog.run_log import LOSS_NAME, RunLog
 
 TRIAL_S = 120.0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED
-from gspo.common.service.module_command import module_command
+from gspo.common.host.module_command import module_command
 
 _PR_SET_PDEATHSIG = 1
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, SHARE_ARGUMENT, VISIBLE, Gpu, describe_use
+from gspo.common.model.trained_parameters import TrainedSize
 from gspo.common.planning.longest import engine_share, kept_by_generators
-from gspo.common.planning.memory import CONTEXT_BYTES, TrainedSize, rank_memory
+from gspo.common.planning.memory import CONTEXT_BYTES, rank_memory
 
 _LEAST_FRACTION = 0.01
 # From cheap to slow.

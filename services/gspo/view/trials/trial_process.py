@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gspo.common.service.module_command import module_command
+from gspo.common.host.module_command import module_command
 
 # The newest steps that are looked at, and rollouts of them, in whole groups.
 STEPS, MAX_ROLLOUTS = 10, 200

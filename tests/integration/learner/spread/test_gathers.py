@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gspo.common.planning.memory import TrainedSize, rank_memory
-from gspo.common.planning.times import gathered_bytes
+from gspo.cli.plan.times import gathered_bytes
+from gspo.common.model.trained_parameters import TrainedSize
+from gspo.common.planning.memory import rank_memory
 from gspo.learner.model.network import load_policy_model
 from gspo.learner.model.profile import profile
 from gspo.learner.model.rounded_weights import rounded_weights

@@ -14,7 +14,7 @@ import pytest
 from gspo.cli.processes.exit_codes import describe_exit
 from gspo.cli.processes.guard import kill_processes_of, processes_of, start_guard
 from gspo.cli.processes.supervisor import Child, Program
-from gspo.common.service.module_command import SUPERVISOR_VARIABLE
+from gspo.common.host.module_command import SUPERVISOR_VARIABLE
 
 
 async def ended(tmp_path: Path, code: str) -> Child:

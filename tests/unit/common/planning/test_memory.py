@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plans.published_models import published_models
+from gspo.cli.plan.search import trained_size_of
 from gspo.common.planning.memory import learner_host_bytes, pass_bytes
-from gspo.common.planning.search import trained_size_of
 from tests.support.training.rollout_rows import make_config
 
 # A vocabulary of 151,936 tokens, states of 1,024 numbers.

@@ -10,23 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import log, sqrt
 
-from gspo.common.config.schema import Config
-from gspo.common.host.machine import SHARE_ARGUMENT
-from gspo.common.planning.host_memory import HostMemory, fullest_host
-from gspo.common.planning.longest import engine_share, kept_by_generators, share_beside
-from gspo.common.planning.memory import (
-    GeneratorMemory,
-    RankMemory,
-    TrainedSize,
-    generator_memory,
-    kv_bytes,
-    rank_memory,
-    reserved_bytes,
-)
-from gspo.common.planning.model_profile import ModelProfile
-from gspo.common.planning.rollout_lengths import RolloutLengths
-from gspo.common.planning.staleness import SteadyState, steady_state
-from gspo.common.planning.times import (
+from gspo.cli.plan.rollout_lengths import RolloutLengths
+from gspo.cli.plan.staleness import SteadyState, steady_state
+from gspo.cli.plan.times import (
     GenerationTimes,
     LearnerTimes,
     Machine,
@@ -38,6 +24,20 @@ from gspo.common.planning.times import (
     shift_times,
     update_times,
 )
+from gspo.common.config.schema import Config
+from gspo.common.host.machine import SHARE_ARGUMENT
+from gspo.common.model.trained_parameters import TrainedSize
+from gspo.common.planning.host_memory import HostMemory, fullest_host
+from gspo.common.planning.longest import engine_share, kept_by_generators, share_beside
+from gspo.common.planning.memory import (
+    GeneratorMemory,
+    RankMemory,
+    generator_memory,
+    kv_bytes,
+    rank_memory,
+    reserved_bytes,
+)
+from gspo.common.planning.model_profile import ModelProfile
 
 # The most generators of a configuration, and the least share of a card that an engine is tried with.
 _MOST_REPLICAS, _LEAST_SHARE = 64, 0.05

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.tails.long_answers import GROUPS, LONGEST, MAX_ROLLOUTS, MEDIAN, SETTINGS, SIGMA, SIZE
+from gspo.cli.plan.rollout_lengths import RolloutLengths
+from gspo.cli.plan.staleness import SteadyState, steady_state
 from gspo.common.config.schema import Config
-from gspo.common.planning.rollout_lengths import RolloutLengths
-from gspo.common.planning.staleness import SteadyState, steady_state
 from tests.support.training.rollout_rows import make_config
 
 ROOT = Path(__file__).parents[4]

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo.cli.plan.rollout_lengths import RolloutLengths
 from gspo.common.config.schema import Config
-from gspo.common.planning.rollout_lengths import RolloutLengths
 
 # Of the learner, for its queue: a run is finite, and its slots bound the queue.
 _MOST_USED = 0.98

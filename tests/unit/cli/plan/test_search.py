@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from benchmarks.plans.published_models import published_models
+from gspo.cli.plan.rates import rates_of
+from gspo.cli.plan.rollout_lengths import RolloutLengths
+from gspo.cli.plan.search import Plan, Shortfall, search, shortest, split_cards, trained_size_of
+from gspo.cli.plan.times import Machine, parallel_cards
 from gspo.common.config.schema import Config
+from gspo.common.host.gpu_kinds import CARDS
 from gspo.common.planning.memory import CONTEXT_BYTES, rank_memory, reserved_bytes
-from gspo.common.planning.rates import CARDS, rates_of
-from gspo.common.planning.rollout_lengths import RolloutLengths
-from gspo.common.planning.search import Plan, Shortfall, search, shortest, split_cards, trained_size_of
-from gspo.common.planning.times import Machine, parallel_cards
 from tests.support.training.rollout_rows import make_config
 
 QWEN3_8B = published_models()["Qwen3-8B"]

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from gspo.cli.plan.rates import ASSUMED, find_card, rates_of
 from gspo.common.errors import InputError
-from gspo.common.planning.rates import ASSUMED, CARDS, find_card, rates_of
+from gspo.common.host.gpu_kinds import CARDS
 
 H100 = CARDS["NVIDIA H100 80GB HBM3"]
 

@@ -7,22 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gspo.cli.plan.rates import Rate
 from gspo.common.config.schema import Config
-from gspo.common.planning.memory import (
-    DTYPE_BYTES,
-    FLOAT32_BYTES,
-    RankMemory,
-    TrainedSize,
-    generator_memory,
-    kv_bytes,
-    policy_bytes,
-)
+from gspo.common.host.gpu_kinds import Card
+from gspo.common.model.trained_parameters import TrainedSize
+from gspo.common.planning.memory import DTYPE_BYTES, FLOAT32_BYTES, RankMemory, generator_memory, kv_bytes, policy_bytes
 from gspo.common.planning.model_profile import ModelProfile
-from gspo.common.planning.rates import Card, Rate
 
 if TYPE_CHECKING:
     # It imports numpy, which a start without GPUs does not need.
-    from gspo.common.planning.rollout_lengths import RolloutLengths
+    from gspo.cli.plan.rollout_lengths import RolloutLengths
 
 # Measured on a CPU at a learning rate of 1e-6 to 1e-5 (docs/benchmarks.md): packed changes, of all bytes.
 CHANGED_SHARE = Rate(0.023, 0.091, "packed changes at learning rates of 1e-6 to 1e-5, 2026-11-22")

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plans.published_models import published_models
-from gspo.common.planning.rates import CARDS, Rate, rates_of
-from gspo.common.planning.rollout_lengths import RolloutLengths
-from gspo.common.planning.search import trained_size_of
-from gspo.common.planning.times import Machine, generation_times, learner_times
+from gspo.cli.plan.rates import Rate, rates_of
+from gspo.cli.plan.rollout_lengths import RolloutLengths
+from gspo.cli.plan.search import trained_size_of
+from gspo.cli.plan.times import Machine, generation_times, learner_times
+from gspo.common.host.gpu_kinds import CARDS
 from tests.support.training.rollout_rows import make_config
 
 QWEN3_8B = published_models()["Qwen3-8B"]
