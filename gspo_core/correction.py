@@ -8,9 +8,10 @@ import math
 import torch
 from torch import Tensor
 
-from gspo_core.loss import LOG_RATIO_LIMIT, sequence_log_ratio
+from gspo_core.loss import sequence_log_ratio
 from gspo_core.shapes import at_least_float32, check_matrix
 from gspo_core.stats import Stats, mean_stats, moment_stats
+from gspo_core.token_losses import LOG_RATIO_LIMIT
 
 BEHAVIOR_LEVELS = ("sequence", "token", "product")
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gspo_core.advantage import groups_with_spread
 from gspo_core.branches import lengths_of_sequences, means_of_sequences
-from gspo_core.loss import clip_scale, clip_sides
 from gspo_core.shapes import check_matrix
 from gspo_core.staleness import rollout_age, token_age
 from gspo_core.stats import Stats, mean_stats, moment_stats
+from gspo_core.token_losses import clip_scale, clip_sides
 
 # Sides of a clip at which `noise_stats` counts: a hundred for each power of ten, so 2.3 % from one to the next.
 _SIDES = torch.logspace(-9, 3, 1201, dtype=torch.float64)

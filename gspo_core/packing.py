@@ -21,13 +21,9 @@ def micro_batches(
     exceed max_tokens by their padding, they are a list of their own.
     ValueError: a row longer than max_tokens, or a negative length.
     """
-    if lengths and min(lengths) < 0:
-        raise ValueError(f"lengths holds {min(lengths)}; a length is at least 0")
     batches: list[list[int]] = []
     num_fitting = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if lengths[row] > max_tokens:
-            raise ValueError(f"row {row} has {lengths[row]} tokens; raise max_tokens, {max_tokens}, to at least that")
+    for row in _longest_first(lengths, max_tokens):
         num_rows = 1 if num_branches is None else num_branches[row]
         if not batches or num_fitting < num_rows:
             batches.append([])
@@ -43,13 +39,9 @@ def packed_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
     As `micro_batches`: longest first, each row in exactly one list, the same cut of the same lengths.
     ValueError: a row longer than max_tokens, or a negative length.
     """
-    if lengths and min(lengths) < 0:
-        raise ValueError(f"lengths holds {min(lengths)}; a length is at least 0")
     batches: list[list[int]] = []
     free = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if lengths[row] > max_tokens:
-            raise ValueError(f"row {row} has {lengths[row]} tokens; raise max_tokens, {max_tokens}, to at least that")
+    for row in _longest_first(lengths, max_tokens):
         if not batches or free < lengths[row]:
             batches.append([])
             free = max_tokens
@@ -69,3 +61,13 @@ def pad(rows: Sequence[Sequence[float]], *, fill: float = 0, dtype: torch.dtype 
         values_T[: len(row)] = torch.as_tensor(row, dtype=dtype)
     lengths_B = torch.tensor([len(row) for row in rows], dtype=torch.long)
     return values_BT, torch.arange(width) < lengths_B[:, None]
+
+
+def _longest_first(lengths: Sequence[int], max_tokens: int) -> list[int]:
+    if lengths and min(lengths) < 0:
+        raise ValueError(f"lengths holds {min(lengths)}; a length is at least 0")
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    if order and lengths[order[0]] > max_tokens:
+        longest = lengths[order[0]]
+        raise ValueError(f"row {order[0]} has {longest} tokens; raise max_tokens, {max_tokens}, to at least that")
+    return order

@@ -3,33 +3,31 @@
 Not a tensor library: three checks and the dtype that sums are made in.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 
 def check_matrix(**tensors: Tensor) -> None:
     """Raise ValueError unless all tensors (given by name) are [B, T] with the same B and T."""
-    (first_name, first), *others = tensors.items()
-    if first.dim() != 2:
-        raise ValueError(f"{first_name} has shape {tuple(first.shape)}; it must be [B, T]")
-    for name, tensor in others:
-        if tensor.shape != first.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, {first_name} has {tuple(first.shape)}; "
-                "they must be the same [B, T]"
-            )
+    _check_alike(2, "[B, T]", tensors)
 
 
 def check_vector(**tensors: Tensor) -> None:
     """Raise ValueError unless all tensors (given by name) are [B] with the same B."""
+    _check_alike(1, "[B]", tensors)
+
+
+def _check_alike(num_dimensions: int, letters: str, tensors: Mapping[str, Tensor]) -> None:
     (first_name, first), *others = tensors.items()
-    if first.dim() != 1:
-        raise ValueError(f"{first_name} has shape {tuple(first.shape)}; it must be [B]")
+    if first.dim() != num_dimensions:
+        raise ValueError(f"{first_name} has shape {tuple(first.shape)}; it must be {letters}")
     for name, tensor in others:
         if tensor.shape != first.shape:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, {first_name} has {tuple(first.shape)}; "
-                "they must be the same [B]"
+                f"they must be the same {letters}"
             )
 
 

@@ -91,8 +91,8 @@ def test_what_does_not_stand_there_once_is_refused(store: Path, old: str) -> Non
 
 
 def test_a_name_may_lack_its_beginning() -> None:
-    full = "gspo_core.token_losses.clipped_ratio"
-    for name in ("clipped_ratio", "token_losses.clipped_ratio", full):
+    full = "gspo_core.token_losses.clip_loss"
+    for name in ("clip_loss", "token_losses.clip_loss", full):
         assert [known.name for known in definitions(name, CODE)] == [full]
     with pytest.raises(ValueError, match=r"nothing in .* is named ratio:"):
         definitions("ratio", CODE)

@@ -64,7 +64,7 @@ def answer_clip(algorithm: AlgorithmConfig, row: Mapping[str, Any]) -> AnswerCli
 
 
 def _sides(algorithm: AlgorithmConfig, length: int) -> tuple[float, float]:
-    """Both sides of the clip for an answer of so many tokens, as gspo_core.loss.clip_sides has them."""
+    """Both sides of the clip for an answer of so many tokens, as gspo_core.token_losses.clip_sides has them."""
     low, high = algorithm.clip
     reference = algorithm.pg_clip_reference_length
     scale = 1.0 if reference is None else math.sqrt(reference / max(1, length))

@@ -5,9 +5,8 @@ The formulas are in gspo_core.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,8 +18,9 @@ from gspo.learner.objective.teacher_kl import TeacherKl
 from gspo_core.advantage import token_advantages
 from gspo_core.correction import behavior_stats, behavior_weights
 from gspo_core.kl import kl_divergence
-from gspo_core.loss import aggregate_loss, policy_loss, ratio_stats
+from gspo_core.loss import aggregate_loss, policy_stats, ratio_stats
 from gspo_core.stats import Stats, mean_stats
+from gspo_core.token_losses import SampledTokens, TokenLoss, cispo_loss, clip_loss, dppo_loss
 
 
 @dataclass(frozen=True)
@@ -116,67 +116,57 @@ def micro_batch_loss(
         InputError: The user's own loss raised, or returned no losses.
     """
     mask_RT = micro.take_mask(targets.mask_BT)
-    sizes: dict[str, Any] = {
-        "loss_agg_mode": algorithm.loss_agg_mode,
-        "num_sequences": num_sequences,
-        "num_tokens": num_tokens,
-        "max_response_length": algorithm.response_length,
-        "turns_B": targets.turns_B[micro.row_R].to(mask_RT.device),
-        "num_turns": num_turns,
-    }
+    aggregate = partial(
+        aggregate_loss,
+        mask_BT=mask_RT,
+        loss_agg_mode=algorithm.loss_agg_mode,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        max_response_length=algorithm.response_length,
+        turns_B=targets.turns_B[micro.row_R].to(mask_RT.device),
+        num_turns=num_turns,
+    )
     old_RT, advantage_RT = micro.take(targets.old_BT), micro.take(targets.advantage_BT)
     advantage_RT, mask_stats = _without_outliers(algorithm, logp_RT, old_RT, advantage_RT, mask_RT)
     reference_RT = None if targets.reference_BT is None else micro.take(targets.reference_BT)
+    branch_RT = None if targets.branch_BT is None else micro.take(targets.branch_BT)
+    tokens = SampledTokens.of(logp_RT, old_RT, advantage_RT, mask_RT, branch_RT)
     if own_loss is None:
-        branch_RT = None if targets.branch_BT is None else micro.take(targets.branch_BT)
-        loss, stats = _keys_loss(algorithm, logp_RT, old_RT, advantage_RT, mask_RT, branch_RT, sizes)
+        of_tokens = _keys_loss(algorithm, tokens)
+        loss, stats = aggregate(of_tokens.l_BT), policy_stats(tokens, of_tokens)
     else:
         inputs = LossBatch(logp_RT, old_RT, advantage_RT, mask_RT, entropy_RT.detach(), reference_RT)
         l_RT, stats = own_loss(inputs.counted())
-        loss = aggregate_loss(l_RT, mask_RT, **sizes)
-        stats |= ratio_stats(logp_RT, old_RT, advantage_RT, mask_RT)
+        loss, stats = aggregate(l_RT), stats | ratio_stats(tokens)
     stats |= {**mask_stats, **mean_stats("entropy", entropy_RT, mask_RT)}
     if algorithm.entropy_coef:
-        loss = loss - algorithm.entropy_coef * aggregate_loss(entropy_RT, mask_RT, **sizes)
+        loss = loss - algorithm.entropy_coef * aggregate(entropy_RT)
     if reference_RT is not None:
         kl_RT = kl_divergence(logp_RT, reference_RT, algorithm.kl_kind)
         stats |= mean_stats("reference_kl", kl_RT, mask_RT)
         if algorithm.use_kl_loss:
-            loss = loss + algorithm.kl_loss_coef * aggregate_loss(kl_RT, mask_RT, **sizes)
+            loss = loss + algorithm.kl_loss_coef * aggregate(kl_RT)
     if targets.teacher is not None:
         teacher_RT = micro.take(targets.teacher.logp_BT)
         stats |= mean_stats("teacher_kl", kl_divergence(logp_RT, teacher_RT, "k1"), mask_RT)
         if targets.teacher.is_loss:
-            loss = loss + aggregate_loss(targets.teacher.loss_RT(logp_RT, teacher_RT), mask_RT, **sizes)
+            loss = loss + aggregate(targets.teacher.loss_RT(logp_RT, teacher_RT))
     return loss, stats
 
 
-def _keys_loss(
-    algorithm: AlgorithmConfig,
-    logp_RT: Tensor,
-    old_RT: Tensor,
-    advantage_RT: Tensor,
-    mask_RT: Tensor,
-    branch_RT: Tensor | None,
-    sizes: Mapping[str, Any],
-) -> tuple[Tensor, Stats]:
-    """The loss of gspo_core that the keys select."""
-    low, high = algorithm.clip
-    policy = policy_loss(
-        logp_RT,
-        old_RT,
-        advantage_RT,
-        mask_RT,
+def _keys_loss(algorithm: AlgorithmConfig, tokens: SampledTokens) -> TokenLoss:
+    """The objective of gspo_core that the keys select."""
+    if algorithm.bounds_divergence:
+        return dppo_loss(tokens, *algorithm.clip, divergence=algorithm.objective)
+    if algorithm.objective == "cispo":
+        return cispo_loss(tokens, *algorithm.clip, importance_sampling=algorithm.importance_sampling)
+    return clip_loss(
+        tokens,
+        *algorithm.clip,
         importance_sampling=algorithm.importance_sampling,
-        pg_clip_low=low,
-        pg_clip_high=high,
         dual_clip=algorithm.dual_clip,
-        pg_clip_reference_length=algorithm.pg_clip_reference_length,
-        objective=algorithm.objective,
-        branch_BT=branch_RT,
-        **sizes,
+        reference_length=algorithm.pg_clip_reference_length,
     )
-    return policy.loss, dict(policy.stats)
 
 
 def _without_outliers(

@@ -20,8 +20,8 @@ from gspo.learner.model.batch import StepBatch
 from gspo.learner.objective.own_loss import OWN_FIGURE
 from gspo.learner.objective.step_loss import StepTargets
 from gspo_core.figures import age_stats, independent_sigma, noise_clip, normal_noise_share, reward_stats
-from gspo_core.loss import clip_sides
 from gspo_core.stats import Stats, figures
+from gspo_core.token_losses import clip_sides
 
 SKIP_REASONS = ("failed", "truncated", "stale")
 _LOSS_FIGURES = ("outside_clip_sequences", "dual_clipped_tokens", "k1", "k3", "reference_kl", "teacher_kl", "entropy")

@@ -7,20 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gspo_core.loss import (
-    IMPORTANCE_SAMPLINGS,
-    LOSS_AGG_MODES,
-    PolicyLoss,
-    aggregate_loss,
-    clip_sides,
-    policy_loss,
-    sequence_log_ratio,
-)
+from gspo_core.loss import LOSS_AGG_MODES, PolicyLoss, aggregate_loss, policy_loss, sequence_log_ratio
 from gspo_core.packing import micro_batches
 from gspo_core.stats import figures, merge
+from gspo_core.token_losses import IMPORTANCE_SAMPLINGS, clip_sides
 from tests.support.typed.gradients import backward, grad_of
+from tests.unit.gspo_core.loss.objective_loss import objective_loss
 
 WIDE: dict[str, Any] = {"pg_clip_low": 0.2, "pg_clip_high": 0.27}
+SIDES: dict[str, Any] = {"low": 0.2, "high": 0.27}
 # Row 0: delta 0.3, -0.1, so log s = 0.1. Row 1: -0.6, -0.3, -0.3, so log s = -0.4.
 DELTA = torch.tensor([[0.3, -0.1, 9.0], [-0.6, -0.3, -0.3]])
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -31,6 +26,12 @@ OLD = torch.full((2, 3), -1.5)
 def loss_of(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor | None = None, **options: Any) -> PolicyLoss:
     mask_BT = torch.ones_like(delta_BT) if mask_BT is None else mask_BT
     return policy_loss(delta_BT, torch.zeros_like(delta_BT), advantage_BT, mask_BT, **options)
+
+
+def clipped(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor | None = None, **options: Any) -> PolicyLoss:
+    """As `loss_of`, with the options that policy_loss does not have."""
+    mask_BT = torch.ones_like(delta_BT) if mask_BT is None else mask_BT
+    return objective_loss(delta_BT, torch.zeros_like(delta_BT), advantage_BT, mask_BT, **options)
 
 
 def test_sequence_log_ratio() -> None:
@@ -68,11 +69,11 @@ def test_the_sides_of_the_clip_grow_with_the_root_of_a_shorter_length() -> None:
 def test_a_clip_for_a_reference_length_is_each_sequences_own(kind: str) -> None:
     """log s is 0.3 in both rows. For 9 tokens the side is 0.2: 0.6 for one token, 0.3 for four, and e^0.3 is 1.35."""
     delta_BT, mask_BT = torch.full((2, 4), 0.3), torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]])
-    options: dict[str, Any] = {"importance_sampling": kind, "pg_clip_low": 0.2, "pg_clip_high": 0.2}
-    loss, stats = loss_of(delta_BT, torch.ones(2, 4), mask_BT, pg_clip_reference_length=9, **options)
+    options: dict[str, Any] = {"importance_sampling": kind, "low": 0.2, "high": 0.2}
+    loss, stats = clipped(delta_BT, torch.ones(2, 4), mask_BT, reference_length=9, **options)
     assert loss.item() == pytest.approx(-(math.exp(0.3) + 1.3) / 2)
     assert figures(stats)["clipped_high_sequences"] == 0.5
-    fixed = figures(loss_of(delta_BT, torch.ones(2, 4), mask_BT, **options).stats)
+    fixed = figures(clipped(delta_BT, torch.ones(2, 4), mask_BT, **options).stats)
     assert fixed["clipped_high_sequences"] == 1.0
 
 
@@ -83,13 +84,8 @@ def test_such_a_clip_cuts_short_and_long_sequences_alike() -> None:
     for length in (16, 256):
         delta_BT = 0.02 * torch.randn(4000, length, dtype=torch.float64)
         for reference in (None, 256):
-            stats = loss_of(
-                delta_BT,
-                torch.ones_like(delta_BT),
-                pg_clip_low=1.5e-3,
-                pg_clip_high=1.5e-3,
-                pg_clip_reference_length=reference,
-            ).stats
+            sides: dict[str, Any] = {"low": 1.5e-3, "high": 1.5e-3, "reference_length": reference}
+            stats = clipped(delta_BT, torch.ones_like(delta_BT), **sides).stats
             shares[length, reference] = figures(stats)["outside_clip_sequences"]
     assert shares[16, None] > 0.7 and shares[256, None] == pytest.approx(0.23, abs=0.03)
     assert shares[16, 256] == pytest.approx(shares[256, 256], abs=0.03)
@@ -97,11 +93,11 @@ def test_such_a_clip_cuts_short_and_long_sequences_alike() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"importance_sampling": "token"}, {"objective": "cispo"}, {"pg_clip_reference_length": 0.0}],
+    [{"importance_sampling": "token"}, {"reference_length": 0.0}],
 )
 def test_a_reference_length_without_an_effect_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="pg_clip_reference_length is"):
-        loss_of(DELTA, ADVANTAGE, MASK, **{"pg_clip_reference_length": 4096, **options})
+    with pytest.raises(ValueError, match="reference_length is"):
+        clipped(DELTA, ADVANTAGE, MASK, **{"reference_length": 4096, **options})
 
 
 @pytest.mark.parametrize("kind", ["seq", "seq_token"])
@@ -109,22 +105,22 @@ def test_each_branch_has_a_ratio_and_the_rollout_one_weight(kind: str) -> None:
     """Rows 0 and 1 have branches of 1 and 2 tokens; e^0.3 is above 1.27, e^-0.1 and e^0.1 are within."""
     delta_BT = torch.tensor([[0.3, -0.3, 0.1], [0.1, 0.1, 0.1]])
     branch_BT, same_BT = torch.tensor([[0, 1, 1], [0, 1, 1]]), torch.zeros(2, 3).long()
-    loss, stats = loss_of(delta_BT, torch.ones(2, 3), importance_sampling=kind, branch_BT=branch_BT, **WIDE)
+    loss, stats = clipped(delta_BT, torch.ones(2, 3), importance_sampling=kind, branch_BT=branch_BT, **SIDES)
     assert loss.item() == pytest.approx(-((1.27 + 2 * math.exp(-0.1)) / 3 + math.exp(0.1)) / 2)
     reported = figures(stats)
     assert reported["clipped_high_sequences"] == 0.25 and reported["clipped_high_tokens"] == pytest.approx(1 / 6)
     assert reported["log_ratio_mean"] == pytest.approx((0.3 - 0.1 + 0.1 + 0.1) / 4)
-    whole = loss_of(delta_BT, torch.ones(2, 3), importance_sampling=kind, **WIDE).loss
+    whole = clipped(delta_BT, torch.ones(2, 3), importance_sampling=kind, **SIDES).loss
     assert whole.item() == pytest.approx(-(math.exp(0.1 / 3) + math.exp(0.1)) / 2)
-    alike = loss_of(delta_BT, torch.ones(2, 3), importance_sampling=kind, branch_BT=same_BT, **WIDE).loss
+    alike = clipped(delta_BT, torch.ones(2, 3), importance_sampling=kind, branch_BT=same_BT, **SIDES).loss
     assert alike.item() == pytest.approx(whole.item())
 
 
 def test_branches_need_a_ratio_of_sequences_and_the_shape_of_the_tokens() -> None:
-    with pytest.raises(ValueError, match="branch_BT is given and importance_sampling 'token'"):
-        loss_of(DELTA, ADVANTAGE, MASK, importance_sampling="token", branch_BT=torch.zeros(2, 3).long())
+    with pytest.raises(ValueError, match="branch_BT is set and importance_sampling 'token'"):
+        clipped(DELTA, ADVANTAGE, MASK, importance_sampling="token", branch_BT=torch.zeros(2, 3).long())
     with pytest.raises(ValueError, match=r"branch_BT has shape \(2, 2\)"):
-        loss_of(DELTA, ADVANTAGE, MASK, branch_BT=torch.zeros(2, 2).long())
+        clipped(DELTA, ADVANTAGE, MASK, branch_BT=torch.zeros(2, 2).long())
 
 
 def test_turns_divide_a_sequence_and_a_turns_mean_length_the_step() -> None:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from gspo_core.correction import BEHAVIOR_LEVELS, behavior_weights
 from gspo_core.kl import kl_divergence
-from gspo_core.loss import IMPORTANCE_SAMPLINGS, LOSS_AGG_MODES, PolicyLoss, policy_loss
+from gspo_core.loss import LOSS_AGG_MODES, PolicyLoss
 from gspo_core.stats import figures, merge
-from gspo_core.token_losses import OBJECTIVES
+from gspo_core.token_losses import IMPORTANCE_SAMPLINGS
 from tests.support.training import numpy_reference as reference
 from tests.support.training.numpy_reference import Array
 from tests.support.typed.gradients import backward, grad_of
+from tests.unit.gspo_core.loss.objective_loss import OBJECTIVES, objective_loss
 
 T_MAX = 16
 Batch = Sequence[Array]
@@ -133,20 +134,21 @@ def run(
     batch: Batch, option: dict[str, Any], dtype: torch.dtype = torch.float64, **counts: Any
 ) -> tuple[PolicyLoss, Tensor]:
     logp_BT, old_BT, A_BT = (torch.tensor(x, dtype=dtype) for x in batch[:3])
-    result = policy_loss(
+    own: dict[str, Any] = {} if option["objective"].startswith("dppo") else {"importance_sampling": option["kind"]}
+    if option["objective"] == "clip":
+        own |= {name: option[name] for name in ("dual_clip", "reference_length")}
+    result = objective_loss(
         logp_BT.requires_grad_(),
         old_BT,
         A_BT,
         torch.tensor(batch[3]),
-        importance_sampling=option["kind"],
-        pg_clip_low=option["clip"][0],
-        pg_clip_high=option["clip"][1],
-        dual_clip=option["dual_clip"],
         objective=option["objective"],
+        low=option["clip"][0],
+        high=option["clip"][1],
         loss_agg_mode=option["mode"],
         max_response_length=T_MAX,
-        pg_clip_reference_length=option["reference_length"],
         branch_BT=torch.tensor(batch[4]) if option["by_branch"] else None,
+        **own,
         **counts,
     )
     backward(result.loss)

@@ -18,6 +18,7 @@ from gspo_core.advantage import normalize_rewards
 from gspo_core.kl import kl_divergence
 from gspo_core.loss import aggregate_loss, policy_loss
 from gspo_core.stats import figures
+from tests.unit.gspo_core.loss.objective_loss import objective_loss
 
 T_MAX = 20
 CLIPS = [(3e-4, 4e-4), (0.2, 0.27)]
@@ -127,15 +128,15 @@ def test_trl_s_cispo(trl_loss: Callable[..., Any], level: str, kind: str, spread
     inputs = {"advantages": A_B[:, None], "completion_mask": mask_BT, "old_per_token_logps": old_BT}
     inputs |= {"num_items_in_batch": mask_BT.sum()}
     theirs, _ = trl_loss(logp_BT, inputs, loss_type="cispo", epsilon_high=1.5, importance_sampling_level=level)
-    ours, stats = policy_loss(
+    ours, stats = objective_loss(
         logp_BT,
         old_BT,
         A_B[:, None].expand_as(old_BT),
         mask_BT,
         objective="cispo",
         importance_sampling=kind,
-        pg_clip_low=1.0,
-        pg_clip_high=0.5,
+        low=1.0,
+        high=0.5,
         loss_agg_mode="token-mean",
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
@@ -246,16 +247,10 @@ def test_verl_s_bounds_by_weight_and_divergence(kind: str, bounds: tuple[float, 
     logp_BT = logp_BT.detach().clamp(max=-1e-3).requires_grad_()
     A_BT = torch.randn(7, 9, dtype=torch.float64)
     theirs = verl_bounded_loss(kind, old_BT, logp_BT, A_BT, mask_BT, *bounds)
-    ours, stats = policy_loss(
-        logp_BT,
-        old_BT,
-        A_BT,
-        mask_BT,
-        objective=kind,
-        importance_sampling="token",
-        pg_clip_low=bounds[0],
-        pg_clip_high=bounds[1],
-        loss_agg_mode="token-mean",
+    sampling: dict[str, Any] = {"importance_sampling": "token"} if kind == "cispo" else {}
+    sides: dict[str, Any] = {"low": bounds[0], "high": bounds[1]}
+    ours, stats = objective_loss(
+        logp_BT, old_BT, A_BT, mask_BT, objective=kind, loss_agg_mode="token-mean", **sides, **sampling
     )
     torch.testing.assert_close(gradient(ours, logp_BT), gradient(theirs, logp_BT), rtol=1e-9, atol=1e-14)
     reported = figures(stats)

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from gspo_core.loss import LOSS_AGG_MODES, policy_loss
+from gspo_core.loss import LOSS_AGG_MODES
 from gspo_core.stats import figures
 from gspo_core.token_losses import binary_divergence
 from tests.support.typed.gradients import backward, grad_of
+from tests.unit.gspo_core.loss.objective_loss import objective_loss
 
 
 def gradient_of(
@@ -18,8 +19,11 @@ def gradient_of(
     """Gradient in log p of a single token's loss, and the shares cut below and above."""
     logp_BT = torch.tensor([[math.log(p)]], dtype=torch.float64, requires_grad=True)
     old_BT, A_BT = torch.tensor([[math.log(q)]], dtype=torch.float64), torch.tensor([[A]])
-    options = {"importance_sampling": "token", "pg_clip_low": low, "pg_clip_high": high, **options}
-    loss, stats = policy_loss(logp_BT, old_BT, A_BT, torch.ones(1, 1), objective=objective, **options)
+    if not objective.startswith("dppo"):
+        options = {"importance_sampling": "token", **options}
+    loss, stats = objective_loss(
+        logp_BT, old_BT, A_BT, torch.ones(1, 1), objective=objective, low=low, high=high, **options
+    )
     backward(loss)
     seen = figures(stats)
     return grad_of(logp_BT).item(), (seen["clipped_low_tokens"], seen["clipped_high_tokens"])
@@ -54,8 +58,8 @@ def test_cispo_has_the_gradient_of_gspo_where_no_weight_is_bounded() -> None:
         for objective, kind in (("clip", "seq"), ("cispo", "seq"), ("cispo", "seq_token")):
             logp_BT = moved_BT.clone().requires_grad_()
             options: dict[str, Any] = {"objective": objective, "importance_sampling": kind}
-            options |= {"pg_clip_low": 0.9, "pg_clip_high": 9.0}
-            loss, _ = policy_loss(
+            options |= {"low": 0.9, "high": 9.0}
+            loss, _ = objective_loss(
                 logp_BT, old_BT, A_B1.expand(4, 6), mask_BT, loss_agg_mode=mode, max_response_length=9, **options
             )
             backward(loss)
@@ -96,7 +100,8 @@ def test_what_stands_on_padding_reaches_neither_loss_nor_gradient(objective: str
     logp_BT = torch.tensor([[-0.5, math.nan], [-0.3, -math.inf]], requires_grad=True)
     old_BT, mask_BT = torch.tensor([[-0.4, math.nan], [-0.6, 1.0]]), torch.tensor([[1, 0], [1, 0]])
     A_BT = torch.tensor([[1.0, math.nan], [-1.0, math.inf]])
-    loss, stats = policy_loss(logp_BT, old_BT, A_BT, mask_BT, objective=objective, importance_sampling="token")
+    options: dict[str, Any] = {"importance_sampling": "token"} if objective == "cispo" else {}
+    loss, stats = objective_loss(logp_BT, old_BT, A_BT, mask_BT, objective=objective, **options)
     backward(loss)
     assert math.isfinite(loss.item())
     assert bool(torch.isfinite(grad_of(logp_BT)).all())
@@ -107,9 +112,10 @@ def test_what_stands_on_padding_reaches_neither_loss_nor_gradient(objective: str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"objective": "ppo"}, "objective is 'ppo'; it must be one of clip, cispo, dppo_tv, dppo_kl"),
-        ({"objective": "cispo", "dual_clip": 1.4}, "dual_clip is 1.4 and objective 'cispo'"),
-        ({"objective": "dppo_tv", "importance_sampling": "seq"}, "objective is 'dppo_tv', which bounds tokens"),
+        ({"objective": "dppo_js"}, "kind is 'dppo_js'; it must be 'dppo_tv' or 'dppo_kl'"),
+        ({"objective": "dppo_tv", "low": 1.5}, "pg_clip_low is 1.5"),
+        ({"objective": "cispo", "high": math.inf}, "pg_clip_high is inf"),
+        ({"objective": "cispo", "importance_sampling": "sequence"}, "importance_sampling is 'sequence'"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

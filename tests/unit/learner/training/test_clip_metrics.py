@@ -13,10 +13,10 @@ from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.learner.training.mismatch_probe import compared_stats
 from gspo.learner.training.step_metrics import at_start, clip_metrics, mismatch_metrics
 from gspo.learner.training.trainer import Trainer
-from gspo_core.loss import policy_loss
 from gspo_core.stats import Stats, merge
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config, make_rows, train, with_version
+from tests.unit.gspo_core.loss.objective_loss import objective_loss
 
 CLIP = (0.004, 0.005)
 NUM_UPDATES, NUM_SEQUENCES = 4, 3_200
@@ -72,9 +72,7 @@ def stats_of(algorithm: AlgorithmConfig, log_s: Any, length: Any) -> Stats:
     logp = torch.tensor(log_s)[:, None] * mask
     low, high = algorithm.clip
     reference = algorithm.pg_clip_reference_length
-    return policy_loss(
-        logp, 0 * logp, 0 * logp, mask, pg_clip_low=low, pg_clip_high=high, pg_clip_reference_length=reference
-    ).stats
+    return objective_loss(logp, 0 * logp, 0 * logp, mask, low=low, high=high, reference_length=reference).stats
 
 
 def means_of_noise(rng: np.random.Generator, length: Any) -> Any:
