@@ -5,7 +5,7 @@ A step that is left out keeps its file and its number: its version has the weigh
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
@@ -43,3 +43,10 @@ def why_not_left_out(step: int, *, logged: Collection[int], versions: Collection
     if step not in logged:
         return f"step {step} is not logged: the log ends with step {max(logged, default=0)}"
     return ""
+
+
+def left_out_line(steps: Sequence[int]) -> str:
+    """The steps that are left out of training, in one line; empty where there are none."""
+    if not steps:
+        return ""
+    return f"left out of training (--leave-out): step {', '.join(map(str, steps))}"

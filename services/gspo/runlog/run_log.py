@@ -25,6 +25,8 @@ from gspo.runlog.token_ledger import LEDGER, LedgerRecord, TokenLedger, token_le
 
 Record = TypeVar("Record")
 LOG_FOLDER = "log"
+# Of a run directory: the report, and its summary for programs.
+SUMMARY_NAME, PAGE_NAME = "summary.json", "report.html"
 # A run directory's copy of algorithm.loss.path.
 LOSS_NAME = "loss.py"
 METRICS, EVALUATIONS, VERSIONS = "metrics.jsonl", "evaluations.jsonl", "policy.jsonl"
@@ -122,6 +124,21 @@ class EvaluationRecord(LogLine):
     unix_s: float
     score: float | None = None
     figures: Figures
+
+    @property
+    def largest_pass(self) -> int:
+        """The largest k for which there is a pass@k; 0 without any."""
+        suffixes = (name.removeprefix("pass_at_") for name in self.figures if name.startswith("pass_at_"))
+        return max((int(k) for k in suffixes if k.isdecimal()), default=0)
+
+    @property
+    def line(self) -> str:
+        """The main figures in one line; empty where nothing was scored."""
+        figures = self.figures
+        means = [(name, figures[f"{name}_mean"]) for name in ("sampled", "greedy") if f"{name}_mean" in figures]
+        if (largest := self.largest_pass) > 1:
+            means.append((f"pass@{largest}", figures[f"pass_at_{largest}"]))
+        return ", ".join(f"{name} {value:.3f}" for name, value in means)
 
 
 class VersionRecord(LogLine):

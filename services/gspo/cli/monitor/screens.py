@@ -1,4 +1,4 @@
-"""The screens of a run: a live panel in a terminal, or plain lines elsewhere. All content comes from the view."""
+"""The screens of a run: a live panel in a terminal, or plain lines elsewhere. drawing.py draws the view."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gspo.cli.monitor.view import ScreenLine, ServiceProcess, View, duration, evaluation_line
+from gspo.cli.monitor.drawing import STYLES, ProcessTable, run_parts
+from gspo.cli.monitor.view import ScreenLine, View
 from gspo.common.streams.keys import GENERATION
-from gspo.common.telemetry.advice import verdict
+from gspo.common.telemetry.step_time import duration
 
-_STYLES = {"step": "", "note": "cyan", "warning": "yellow", "error": "bold red"}
 # Seconds between lines about the start, without a live panel.
 _QUIET_S = 10.0
-# A longer wait is highlighted.
-LONG_WAIT_S = 5.0
 # Index of the local flags in the list of termios.
 _LOCAL_FLAGS = 3
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -45,7 +43,7 @@ class PlainScreen:
 
     def say(self, line: ScreenLine) -> None:
         """Print the line."""
-        text = Text(f"{time.strftime('%H:%M:%S')}  {_with_label(line)}", _STYLES[line.kind])
+        text = Text(f"{time.strftime('%H:%M:%S')}  {_with_label(line)}", STYLES[line.kind])
         self._console.print(text, soft_wrap=True, highlight=False)
         self._last_line = time.monotonic()
 
@@ -71,7 +69,7 @@ class LiveScreen:
     def say(self, line: ScreenLine) -> None:
         """Print a line above the panel; steps are in the panel."""
         if line.kind != "step":
-            self._live.console.print(Text(_with_label(line), _STYLES[line.kind]), highlight=False)
+            self._live.console.print(Text(_with_label(line), STYLES[line.kind]), highlight=False)
 
     def show(self, view: View) -> None:
         """Draw."""
@@ -107,16 +105,13 @@ def _with_label(line: ScreenLine) -> str:
 
 def draw(view: View, *, ended: bool = False) -> RenderableType:
     """The whole panel; at the end of a session without processes and without the hint about Ctrl-C."""
-    processes = Table.grid(padding=(0, 2))
-    processes.add_column(no_wrap=True)
-    processes.add_column(no_wrap=True)
-    for process in view.processes.values():
-        processes.add_row(process.name, *process_cells(process))
-    parts = [_progress(view), _figures(view), _evaluations(view), _step_time(view)]
+    processes = list(view.processes.values())
+    num_generators = sum(process.service == GENERATION for process in processes)
+    parts = [_progress(view), *run_parts(view, num_generators, is_short=True)]
     title = f"[bold]gspo[/] {view.config.name} · {view.phases.current.replace('_', ' ')} "
     title += duration(view.phases.elapsed_s)
     return Panel(
-        Group(*parts, *(() if ended else (Text(), processes))),
+        Group(*parts, *(() if ended else ("", ProcessTable(processes, has_addresses=False)))),
         title=title,
         subtitle=None if ended else "Ctrl-C stops at a checkpoint",
         title_align="left",
@@ -125,77 +120,13 @@ def draw(view: View, *, ended: bool = False) -> RenderableType:
 
 
 def _progress(view: View) -> RenderableType:
-    row = Table.grid(padding=(0, 1), expand=True)
+    """The rewards so far, and how much of the run is done."""
+    row = Table.grid(padding=(0, 2), expand=True)
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
-    row.add_column(no_wrap=True, justify="right")
-    total = view.total_steps
-    label = f"step [bold]{view.step}[/]" + (f" of {total}" if total else "")
-    to_go = f"{duration(view.eta_s)} to go" if view.eta_s is not None else ""
-    row.add_row(label, ProgressBar(total=total, completed=view.step) if total else "", to_go)
+    bar = ProgressBar(total=view.total_steps, completed=view.step) if view.total_steps else ""
+    row.add_row(Text(sparkline(view.rewards), "green"), bar)
     return row
-
-
-def _figures(view: View) -> RenderableType:
-    table = Table.grid(padding=(0, 3))
-    figures = view.figures
-    reward = f"{figures['reward_mean']:.3f}" if "reward_mean" in figures else "-"
-    table.add_row("reward", f"[bold]{reward}[/]", f"[green]{sparkline(view.rewards)}[/]", "")
-    age = f"{figures['age_mean']:.2f} / {figures['age_max']:.0f}" if {"age_mean", "age_max"} <= figures.keys() else "-"
-    clipped = f"{figures['clipped_sequences']:.0%}" if "clipped_sequences" in figures else "-"
-    table.add_row("token age, mean / max", age, "clipped", clipped)
-    live = f" (generators have {view.live_version})" if view.live_version not in (None, view.version) else ""
-    speed = f"{figures['tokens_per_s']:,.0f}" if "tokens_per_s" in figures else "-"
-    table.add_row("policy version", f"{view.version}{live}", "trained tokens/s", speed)
-    if "teacher_kl" in figures:
-        table.add_row("KL to the teacher", f"{figures['teacher_kl']:.3g}", "", "")
-    return table
-
-
-def _evaluations(view: View) -> RenderableType:
-    """A row for each held-out file."""
-    table = Table.grid(padding=(0, 3))
-    table.add_column(no_wrap=True)
-    for file in view.config.evaluation.files:
-        table.add_row(f"held-out, {file}" if file else "held-out reward", _evaluation_cell(view, file))
-    return table
-
-
-def _evaluation_cell(view: View, file: str) -> str:
-    """The newest mean of a held-out file, the first one, the other figures, and the best version."""
-    records = [record for record in view.by_file.get(file, []) if "sampled_mean" in record.figures]
-    if not records:
-        return "[bold]-[/]"
-    first, last = records[0], records[-1]
-    parts = [f"[bold]{last.figures['sampled_mean']:.3f}[/] at version {last.version}"]
-    if len(records) > 1:
-        parts[0] += f" (was {first.figures['sampled_mean']:.3f} at {first.version})"
-    parts += evaluation_line(last.figures).split(", ")[1:]
-    compared = view.config.best_figure
-    if view.best is not None and compared is not None and file in compared.weights:
-        parts.append(f"best: version {view.best[0]}")
-    return "  ".join(parts)
-
-
-def _step_time(view: View) -> RenderableType:
-    """The largest shares of a step's time, and the stage that bounds the run."""
-    num_generators = sum(process.service == GENERATION for process in view.processes.values())
-    table = Table.grid(padding=(0, 3))
-    if bound := verdict(list(view.steps), view.config, num_generators):
-        table.add_row("step time", "  ".join(f"{share.share:.0%} {share.in_words}" for share in bound.shares[:3]))
-        table.add_row("bound by", f"[bold]{bound.stage}[/]" + (f": try {bound.change[0]}" if bound.change else ""))
-    return table
-
-
-def process_cells(process: ServiceProcess) -> tuple[Text, Text]:
-    """('3 s', 'waiting for rewards of 3 groups'); highlighted if it waits longer than LONG_WAIT_S."""
-    kind, what, since = process.doing()
-    for_s = max(0.0, time.time() - since)
-    if kind == "waiting":
-        style = "bold yellow" if for_s > LONG_WAIT_S else "dim"
-        return Text(duration(for_s), style), Text(f"waiting for {what}", style)
-    problem = f" ({process.problem})" if process.problem and not process.ready else ""
-    return Text(duration(for_s), "dim"), Text(what + problem, "green" if process.ready else "cyan")
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:

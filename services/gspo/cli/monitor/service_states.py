@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.cli.monitor.screens import process_cells
+from gspo.cli.monitor.drawing import process_cells
 from gspo.cli.monitor.status import StatusPage, curriculum_lines, draft_lines, shift_lines
 from gspo.cli.monitor.view import ServiceProcess
 from gspo.cli.monitor.watcher import disk_full_message, generator_problems

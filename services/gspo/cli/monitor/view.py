@@ -1,11 +1,10 @@
-"""The state of a run as far as its events, its log and its heartbeats tell it; screens.py and status.py draw it."""
+"""The state of a run as far as its events, its log and its heartbeats tell it; drawing.py draws it."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,9 +15,9 @@ from gspo.common.config.schema import Config
 from gspo.common.streams.entries import body_of
 from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
-from gspo.common.telemetry.card_use import mean_card_use
-from gspo.runlog.run_log import LOG_FOLDER, EvaluationRecord, RunLog, StepRecord, best_evaluated
-from gspo.runlog.step_files import column, step_file
+from gspo.common.telemetry.step_time import duration
+from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, best_evaluated
+from gspo.runlog.unscored import UNSCORED, Unscored
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
     CheckpointDone,
@@ -37,10 +36,6 @@ from gspo_proto.rollout_pb2 import (
 )
 
 STEPS_FOR_ETA = 10
-_UNSCORED, _REASONS_SHOWN = "skipped_failed", 3
-# Newest steps with answers without a score whose files are opened for the reasons.
-_STEPS_READ = 10
-_DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(\.\d+)?")
 # Of a step's line: label, figure, format.
 _STEP_CELLS = (
     ("reward", "reward_mean", "{:.3f}"),
@@ -52,7 +47,6 @@ _STEP_CELLS = (
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("", "step_s", "{:.1f} s"),
 )
-_MFU = {"learner_mfu": "learner", "mfu": "whole loop"}
 Kind = Literal["step", "note", "warning", "error"]
 
 
@@ -122,39 +116,6 @@ class ServiceProcess:
         return f"{text} (for {duration(max(0.0, time.time() - since_unix_s))})"
 
 
-class Unscored:
-    """Counts answers without a score by reason; numbers and quoted texts in a reason do not distinguish it.
-
-    A reward function that raises on some answers does not stop the run, so its user has to be warned.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._examples: dict[str, str] = {}
-
-    def add_step(self, run_dir: Path, step: int) -> bool:
-        """Count the reasons of a logged step, if its file is there; whether one of them is new."""
-        try:
-            reasons = column(step_file(run_dir / LOG_FOLDER, step), "failure")
-        except (OSError, ValueError):
-            return False
-        num_known = len(self._examples)
-        for reason in filter(None, reasons):
-            kind = _DETAIL.sub("...", reason)
-            self._examples.setdefault(kind, reason)
-            self.counts[kind] += 1
-        return len(self._examples) > num_known
-
-    def in_words(self) -> str:
-        """'3 times: r: raised ValueError: ... (r.py line 5); and 2 other reasons'."""
-        shown = [
-            f"{count} times: {self._examples[kind]}" if count > 1 else self._examples[kind]
-            for kind, count in self.counts.most_common(_REASONS_SHOWN)
-        ]
-        more = len(self.counts) - len(shown)
-        return "; ".join([*shown, f"and {more} other reasons"] if more > 0 else shown)
-
-
 @dataclass
 class View:
     """The content of a screen.
@@ -163,6 +124,7 @@ class View:
         evaluations: In the order of recording.
         failures: Failed groups by reason.
         unscored: The answers without a score in the steps of this session.
+        notes: What only the log knows, for a run that is looked at without its events.
     """
 
     config: Config
@@ -179,6 +141,7 @@ class View:
     failures: Counter[str] = field(default_factory=Counter)
     unscored: Unscored = field(default_factory=Unscored)
     warned: set[str] = field(default_factory=set)
+    notes: list[ScreenLine] = field(default_factory=list)
     finished: Finished | None = None
 
     @property
@@ -263,7 +226,7 @@ class View:
         warnings = advice(list(self.steps), self.config)
         new = [ScreenLine(text, "warning") for name, text in warnings.items() if name not in self.warned]
         self.warned = set(warnings)
-        return [ScreenLine(step_line(self), "step"), *new, *self._on_unscored(int(figures.get(_UNSCORED, 0)))]
+        return [ScreenLine(step_line(self), "step"), *new, *self._on_unscored(int(figures.get(UNSCORED, 0)))]
 
     def _on_unscored(self, count: int) -> list[ScreenLine]:
         """A warning for each new reason, and whenever the number of such answers has one more digit."""
@@ -305,9 +268,7 @@ class View:
         more = f"; {failed:.0f} answers could not be scored" if failed else ""
         is_best = score is not None and self.best not in (None, best_before)
         best = f"; the best by {self.config.evaluation.keep_best}" if is_best else ""
-        return [
-            ScreenLine(f"{name} at version {done.version}: {evaluation_line(figures) or 'nothing scored'}{more}{best}")
-        ]
+        return [ScreenLine(f"{name} at version {done.version}: {record.line or 'nothing scored'}{more}{best}")]
 
 
 def load_history(view: View) -> list[StepRecord]:
@@ -324,13 +285,6 @@ def load_history(view: View) -> list[StepRecord]:
     return steps
 
 
-def left_out_line(steps: Sequence[int]) -> str:
-    """The steps that are left out of training, in one line; empty where there are none."""
-    if not steps:
-        return ""
-    return f"left out of training (--leave-out): step {', '.join(map(str, steps))}"
-
-
 def step_line(view: View) -> str:
     """The newest step in one line."""
     figures = view.figures
@@ -340,71 +294,3 @@ def step_line(view: View) -> str:
     if view.eta_s is not None:
         parts.append(f"{duration(view.eta_s)} to go")
     return "  ".join(parts)
-
-
-def card_use_line(steps: Sequence[Mapping[str, float]]) -> str:
-    """How well some steps used the cards, in one line; empty before the first figure of it."""
-    means = mean_card_use(steps)
-    mfu = [f"{of} {means[name]:.1%}" for name, of in _MFU.items() if name in means]
-    parts = [f"MFU: {', '.join(mfu)}"] if mfu else []
-    if not mfu and "learner_flops_per_s" in means:
-        parts.append(f"learner {means['learner_flops_per_s'] / 1e12:.3g} Tflop/s")
-    if "tokens_per_s_per_card" in means:
-        tokens_per_s, num_cards = means["tokens_per_s_per_card"], steps[-1]["cards"]
-        parts.append(f"trained tokens/s a card: {tokens_per_s:,.0f} (cards: {num_cards:.0f})")
-    return "; ".join(parts)
-
-
-def mismatch_line(figures: Sequence[Mapping[str, float]], config: Config) -> str:
-    """When the engines' mismatch was last measured, and the share of noise if that step is among the given ones."""
-    age = figures[-1].get("mismatch_age") if figures else None
-    if age is None:
-        if config.learner.mismatch_every or not figures:
-            return ""
-        return (
-            "The engines' mismatch was not measured (learner.mismatch_every: 0), so noise_share, the advice on it and "
-            "the alert GspoClipIsNoise are missing"
-        )
-    when = f"last measured {age:.0f} steps ago" if age else "measured in this step"
-    measured = [step["noise_share"] for step in figures if "noise_share" in step]
-    share = f": noise alone puts {measured[-1]:.0%} outside the clip" if measured else ""
-    clips = [step["noise_clip"] for step in figures if "noise_clip" in step]
-    narrowest = f", and 1% at a clip of {clips[-1]:.2g} on both sides" if clips else ""
-    return f"The engines' mismatch was {when}{share}{narrowest}"
-
-
-def unscored_so_far(run_dir: Path, steps: Sequence[StepRecord]) -> str:
-    """One sentence on the answers without a score in `steps`; empty if every answer has one."""
-    with_some = {record.step: int(record.figures[_UNSCORED]) for record in steps if record.figures.get(_UNSCORED)}
-    if not with_some:
-        return ""
-    unscored = Unscored()
-    for step in sorted(with_some)[-_STEPS_READ:]:
-        unscored.add_step(run_dir, step)
-    where = f"{len(with_some)} of {len(steps)} steps, the last of them step {max(with_some)}"
-    why = f". {unscored.in_words()}" if unscored.counts else ""
-    return f"{sum(with_some.values())} answers without a score, left out of training, in {where}{why}"
-
-
-def evaluation_line(figures: Mapping[str, float]) -> str:
-    """The main figures of an evaluation in one line."""
-    means = [(name, figures[f"{name}_mean"]) for name in ("sampled", "greedy") if f"{name}_mean" in figures]
-    if (largest := largest_pass(figures)) > 1:
-        means.append((f"pass@{largest}", figures[f"pass_at_{largest}"]))
-    return ", ".join(f"{name} {value:.3f}" for name, value in means)
-
-
-def largest_pass(figures: Mapping[str, float]) -> int:
-    """The largest k for which there is a pass@k; 0 without any."""
-    suffixes = (name.removeprefix("pass_at_") for name in figures if name.startswith("pass_at_"))
-    return max((int(k) for k in suffixes if k.isdecimal()), default=0)
-
-
-def duration(seconds: float) -> str:
-    """'42 s', '3 min 5 s', '2 h 10 min'."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

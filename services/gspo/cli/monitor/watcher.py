@@ -16,12 +16,13 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from gspo.cli.monitor.view import ScreenLine, View, duration
+from gspo.cli.monitor.view import ScreenLine, View
 from gspo.cli.rundir.open_run import api_client, api_url
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import STARTING
+from gspo.common.telemetry.step_time import duration
 
 POLL_S = 1.0
 _READY_TIMEOUT_S = 2.0

@@ -18,10 +18,11 @@ from gspo.cli.report.panels import Layer, Panel
 from gspo.cli.report.plots import PLOTS, Plot
 from gspo.cli.report.summary import advised, end_in_words, notes, summarise
 from gspo.cli.report.writer import earlier_summary
-from gspo.cli.rundir.start import SUMMARY_NAME, check_run_dir
+from gspo.cli.rundir.start import check_run_dir
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.errors import InputError
 from gspo.common.telemetry.step_time import shares
+from gspo.runlog.run_log import SUMMARY_NAME
 from gspo.view.viewed_run import MAX_RUNS, ViewedRun
 
 # The curves of the page, by the names of the report's plots.

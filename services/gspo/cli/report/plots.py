@@ -16,7 +16,6 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from gspo.cli.monitor.view import largest_pass
 from gspo.cli.report.history import SETTLEMENTS, RunHistory
 from gspo.cli.report.panels import (
     BLUE,
@@ -120,7 +119,7 @@ def _add_rewards(axes: Any, history: RunHistory) -> bool:
 def _add_pass_at_k(axes: Any, history: RunHistory) -> bool:
     """pass@k of the first held-out file over the versions: k of 1, a power of two in the middle, and the largest."""
     axes.set_xlabel("policy version")
-    largest = max((largest_pass(record.figures) for record in history.headline), default=0)
+    largest = max((record.largest_pass for record in history.headline), default=0)
     if largest < 2 or len(history.headline) < 2:
         return False
     ks = sorted({1, min(1 << (largest.bit_length() // 2), largest), largest})

@@ -7,13 +7,14 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from gspo.cli.monitor.view import largest_pass, left_out_line, mismatch_line, unscored_so_far
 from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
-from gspo.cli.rundir.start import FAILED, STOPPED
+from gspo.common.streams.entries import FAILED, STOPPED
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice, verdict
 from gspo.common.telemetry.card_use import mean_card_use
-from gspo.common.telemetry.clip_causes import clip_causes
+from gspo.common.telemetry.clip_causes import clip_causes, mismatch_line
+from gspo.runlog.left_out import left_out_line
 from gspo.runlog.memory_shortages import shortage_line
+from gspo.runlog.unscored import unscored_so_far
 
 TIMES = ("wait_s", "shift_s", "train_s", "probe_s", "publish_s", "hold_s", "log_s")
 
@@ -42,7 +43,7 @@ def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: di
         "end": end["end"],
         "end_reason": end["reason"],
         "failed": None if end["end"] is None else end["end"] == FAILED,
-        **_accuracies(held_out),
+        **_accuracies(history),
         "held_out": held_out,
         "best": best,
         "steps": history.step,
@@ -82,21 +83,21 @@ def _held_out(history: RunHistory) -> dict[str, dict[str, Any]]:
     return by_file
 
 
-def _accuracies(held_out: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Means of the first and the last evaluation of the first held-out file."""
-    headline = next(iter(held_out.values()), {})
+def _accuracies(history: RunHistory) -> dict[str, Any]:
+    """Means of the first and the last evaluation of the first held-out file; of a single one, it is the first."""
+    records = history.headline
     means = {}
-    for when in ("before", "after"):
-        figures = headline.get(when) or {}
+    for when, record in (("before", records[0] if records else None), ("after", records[-1] if records[1:] else None)):
+        figures = record.figures if record else {}
         for name, figure in (
             (f"accuracy_{when}", "sampled_mean"),
             (f"accuracy_{when}_stderr", "sampled_stderr"),
             (f"greedy_{when}", "greedy_mean"),
             (f"greedy_{when}_stderr", "greedy_stderr"),
-            (f"pass_at_k_{when}", f"pass_at_{largest_pass(figures)}"),
-            (f"accuracy_{when}_version", "version"),
+            (f"pass_at_k_{when}", f"pass_at_{record.largest_pass if record else 0}"),
         ):
             means[name] = figures.get(figure)
+        means[f"accuracy_{when}_version"] = record.version if record else None
     return means
 
 

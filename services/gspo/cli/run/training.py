@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gspo.cli.monitor.screens import open_screen
-from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, duration, load_history
+from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, load_history
 from gspo.cli.processes.exit_codes import InterruptedRunError, RunError
 from gspo.cli.processes.gpu_locks import lock_gpus
 from gspo.cli.processes.longest_rollout import check_longest, longest_rollout
@@ -24,24 +24,16 @@ from gspo.cli.processes.preflight import Preflight, check_services
 from gspo.cli.processes.programs import Job, check_ports, process_names, services_of
 from gspo.cli.processes.redis_server import check_redis
 from gspo.cli.run.session import Interrupts, Programs, run_session
-from gspo.cli.rundir.start import (
-    FAILED,
-    PAGE_NAME,
-    RunStart,
-    decide_start,
-    how_to_recover,
-    lock_run_dir,
-    prepare,
-    write_draft,
-)
+from gspo.cli.rundir.start import RunStart, decide_start, how_to_recover, lock_run_dir, prepare, write_draft
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED
 from gspo.common.host.machine import free_memory, visible_gpus
 from gspo.common.model.memory_needs import check_fits, redis_bytes
-from gspo.common.streams.entries import word_of
+from gspo.common.streams.entries import FAILED, word_of
 from gspo.common.streams.keys import LEARNER, SERVICES
 from gspo.common.tasks import task_group
-from gspo.runlog.run_log import RunLog
+from gspo.common.telemetry.step_time import duration
+from gspo.runlog.run_log import PAGE_NAME, RunLog
 from gspo_proto.rollout_pb2 import RUN_END_STOPPED, RunEnd
 
 T = TypeVar("T")

@@ -33,16 +33,12 @@ from gspo.common.config.loading import (
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, in_yaml
 from gspo.common.host.machine import describe_device
-from gspo.common.streams.entries import word_of
+from gspo.common.streams.entries import COMPLETED
 from gspo.runlog.data_files import DATA_FILES, Digests
-from gspo.runlog.run_log import LOG_FOLDER, LOSS_NAME, RunLog
-from gspo_proto.rollout_pb2 import RUN_END_COMPLETED, RUN_END_FAILED, RUN_END_STOPPED, RunEnd
+from gspo.runlog.run_log import LOG_FOLDER, LOSS_NAME, SUMMARY_NAME, RunLog
 
 SERVICES_DIR = "services"
 _SUPERVISOR_NAME = "supervisor.json"
-SUMMARY_NAME, PAGE_NAME = "summary.json", "report.html"
-# `end` of the summary: how the run ended.
-COMPLETED, STOPPED, FAILED = (word_of(RunEnd, end) for end in (RUN_END_COMPLETED, RUN_END_STOPPED, RUN_END_FAILED))
 _RUNS = "Give one: runs are folders in run.directory, which is `runs` beside the configuration by default"
 # Keys that end a run.
 _ENDS = ("run.total_steps", "run.total_epochs", "run.total_hours")
@@ -225,7 +221,7 @@ class RecordedEnd:
     """The end of a run, from its summary.json.
 
     Attributes:
-        end: COMPLETED, STOPPED or FAILED; None if the run has not ended.
+        end: `completed`, `stopped` or `failed`; None if the run has not ended.
         steps: Steps trained until then.
     """
 

@@ -14,6 +14,9 @@ from google.protobuf.message import DecodeError, Message
 
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import (
+    RUN_END_COMPLETED,
+    RUN_END_FAILED,
+    RUN_END_STOPPED,
     DeadLetter,
     Event,
     GroupFailure,
@@ -22,6 +25,7 @@ from gspo_proto.rollout_pb2 import (
     Prompt,
     Rollout,
     RolloutState,
+    RunEnd,
     Score,
     Scored,
     ScoredRollout,
@@ -233,3 +237,7 @@ def word_of(enum: ProtoEnum, number: int) -> str:
     """
     prefix = enum.Name(0).removesuffix("UNSPECIFIED")
     return enum.Name(number).removeprefix(prefix).lower()
+
+
+# `end` of a run's summary: how the run ended.
+COMPLETED, STOPPED, FAILED = (word_of(RunEnd, end) for end in (RUN_END_COMPLETED, RUN_END_STOPPED, RUN_END_FAILED))

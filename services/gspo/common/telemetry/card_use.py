@@ -25,6 +25,7 @@ _MEANS = {
     "learner_tokens_per_s_per_card": "train_s",
     "learner_flops_per_s": "train_s",
 }
+_MFU = {"learner_mfu": "learner", "mfu": "whole loop"}
 
 
 @cache
@@ -71,6 +72,19 @@ def mean_card_use(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         if total_s := math.fsum(step[seconds] for step in measured):
             means[name] = math.fsum(step[name] * step[seconds] for step in measured) / total_s
     return means
+
+
+def card_use_line(steps: Sequence[Mapping[str, float]]) -> str:
+    """How well some steps used the cards, in one line; empty before the first figure of it."""
+    means = mean_card_use(steps)
+    mfu = [f"{of} {means[name]:.1%}" for name, of in _MFU.items() if name in means]
+    parts = [f"MFU: {', '.join(mfu)}"] if mfu else []
+    if not mfu and "learner_flops_per_s" in means:
+        parts.append(f"learner {means['learner_flops_per_s'] / 1e12:.3g} Tflop/s")
+    if "tokens_per_s_per_card" in means:
+        tokens_per_s, num_cards = means["tokens_per_s_per_card"], steps[-1]["cards"]
+        parts.append(f"trained tokens/s a card: {tokens_per_s:,.0f} (cards: {num_cards:.0f})")
+    return "; ".join(parts)
 
 
 def _sum_of_known(peaks: Mapping[str, float | None]) -> float | None:

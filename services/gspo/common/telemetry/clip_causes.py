@@ -79,3 +79,21 @@ def clip_causes_line(figures: Sequence[Mapping[str, float]], config: Config) -> 
         why = "learner.mismatch_every: 0" if not config.learner.mismatch_every else "the noise is not measured yet"
         parts = f"{causes.at_start:.1%} by noise and lag together ({why}), {movement}"
     return f"Outside the clip: {causes.outside:.1%} of sequences{mean}: {parts}"
+
+
+def mismatch_line(figures: Sequence[Mapping[str, float]], config: Config) -> str:
+    """When the engines' mismatch was last measured, and the share of noise if that step is among the given ones."""
+    age = figures[-1].get("mismatch_age") if figures else None
+    if age is None:
+        if config.learner.mismatch_every or not figures:
+            return ""
+        return (
+            "The engines' mismatch was not measured (learner.mismatch_every: 0), so noise_share, the advice on it and "
+            "the alert GspoClipIsNoise are missing"
+        )
+    when = f"last measured {age:.0f} steps ago" if age else "measured in this step"
+    measured = [step["noise_share"] for step in figures if "noise_share" in step]
+    share = f": noise alone puts {measured[-1]:.0%} outside the clip" if measured else ""
+    clips = [step["noise_clip"] for step in figures if "noise_clip" in step]
+    narrowest = f", and 1% at a clip of {clips[-1]:.2g} on both sides" if clips else ""
+    return f"The engines' mismatch was {when}{share}{narrowest}"

@@ -1,4 +1,4 @@
-"""The time of a step by cause, from the step's figures, which the learner measures."""
+"""The time of a step by cause, from the step's figures, which the learner measures; and a time in words."""
 
 from __future__ import annotations
 
@@ -82,3 +82,13 @@ def seconds_by_function(*steps: Mapping[str, float]) -> dict[str, float]:
                 function = name.removeprefix(REWARD_PREFIX).removesuffix("_s")
                 by_function[function] = by_function.get(function, 0.0) + seconds
     return dict(sorted(by_function.items(), key=lambda item: -item[1]))
+
+
+def duration(seconds: float) -> str:
+    """'42 s', '3 min 5 s', '2 h 10 min'."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

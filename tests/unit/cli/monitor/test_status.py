@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gspo.cli.monitor.status import ProcessUsage, StatusPage, curriculum_lines, instance_parts
+from gspo.cli.monitor.drawing import instance_parts
+from gspo.cli.monitor.process_usage import ProcessUsage
+from gspo.cli.monitor.status import StatusPage, curriculum_lines
 from gspo.cli.monitor.watcher import GeneratorAlerts, generator_problems
 from gspo.common.config.loading import write_config
 from gspo.common.config.schema import Config

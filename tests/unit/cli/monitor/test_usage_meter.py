@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gspo.cli.monitor.status import UsageMeter
+from gspo.cli.monitor.process_usage import UsageMeter
 from gspo.common.streams.instances import Instance
 
 # A process that keeps a core busy, with a child that holds 50 MB.

@@ -11,20 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gspo.cli.monitor.screens import PlainScreen, draw, process_cells, sparkline
-from gspo.cli.monitor.view import (
-    Phases,
-    ScreenLine,
-    ServiceProcess,
-    View,
-    card_use_line,
-    duration,
-    load_history,
-    mismatch_line,
-    step_line,
-)
+from gspo.cli.monitor.drawing import process_cells
+from gspo.cli.monitor.screens import PlainScreen, draw, sparkline
+from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, load_history, step_line
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
+from gspo.common.telemetry.card_use import card_use_line
+from gspo.common.telemetry.clip_causes import mismatch_line
+from gspo.common.telemetry.step_time import duration
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
     EvaluationDone,
@@ -165,13 +159,10 @@ def test_the_panel_shows_what_matters(view: View) -> None:
     view.processes["learner-0"].instance = Instance("learner", "learner-0", activity=activity)
     text = drawn(view)
     for shown in (
-        "step 1 of 10",
-        "0.750",
-        "held-out reward   0.750 at version 1 (was 0.250 at 0)  pass@4 0.875  best: version 1",
-        "0.50 / 1",
-        "12%",
-        "2,000",
-        "1 (generators have 0)",
+        "step 1/10  reward 0.250  clipped 12%  age 0.50  max 1  tokens/s 2,000  version 1",
+        "held-out prompts at version 1: sampled 0.750, pass@4 0.875 (sampled was 0.250 at version 0)",
+        "best by sampled_mean: version 1",
+        "generators have version 0",
         "waiting for rewards of 3 groups",
         "7 s",
         "reward-0",
