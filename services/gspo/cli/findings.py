@@ -106,7 +106,7 @@ def data(config: Config) -> Iterator[DoctorFinding]:
     for source in config.sources:
         survey = ColumnSurvey()
         try:
-            for _ in survey.watch(RowReader(source.prompts_key, source.prompts, source.types)):
+            for _ in survey.watch(RowReader(source.key("prompts"), source.prompts, source.types)):
                 pass
         except InputError:
             continue
@@ -116,7 +116,9 @@ def data(config: Config) -> Iterator[DoctorFinding]:
         advice = ""
         if numbers:
             text += f"; {len(numbers)} of text look like numbers: {', '.join(numbers)}"
-            advice = f"Functions get them as text; {source.types_key}: {{{numbers[0]}: number}} makes numbers of them"
+            advice = (
+                f"Functions get them as text; {source.key('types')}: {{{numbers[0]}: number}} makes numbers of them"
+            )
         yield DoctorFinding("data", "OK", text, advice)
 
 

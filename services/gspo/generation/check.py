@@ -136,16 +136,16 @@ def _check_chat_template(config: Config, source: Source) -> None:
         if source.environment.mcp.used:
             _check_tools_are_shown(source, turns)
     except ObservationError as error:
-        problem = f"{source.environment_key}: an observation {error}"
+        problem = f"{source.key('environment')}: an observation {error}"
         if tools:
             fix = "Correct chat_template in the model's tokenizer files, or take a model that knows tools"
-            raise InputError(f"{source.environment_key}.tools", problem, fix) from error
+            raise InputError(f"{source.key('environment')}.tools", problem, fix) from error
         warn(f"{problem}; prompts of plain text need no chat template")
 
 
 def _check_tools_are_shown(source: Source, turns: ChatTurns) -> None:
     """Refuse a chat template that does not describe the tools of a server, or shows calls in another form."""
-    key, tool_format = source.environment_key, source.environment.tool_format
+    key, tool_format = source.key("environment"), source.environment.tool_format
     if hidden := turns.hidden_tools():
         rule = f"the model's chat template does not describe the tool '{hidden[0]}', so the policy would not know it"
         raise InputError(f"{key}.mcp", rule, "Take a model that knows tools, or correct its chat_template")

@@ -66,14 +66,14 @@ async def _check(config: Config) -> None:
 
 
 async def _check_source(source: Source, library: Library, data: dict[str, _Data]) -> None:
-    training, environment = data[source.prompts_key].prompts, source.environment
-    for column, kind in data[source.prompts_key].left_out.items():
+    training, environment = data[source.key("prompts")].prompts, source.environment
+    for column, kind in data[source.key("prompts")].left_out.items():
         warn(
-            f"{source.prompts_key}: column '{column}' has {kind}, which the policy does not see and rollouts do not "
-            f"carry; {source.types_key}.{column}: base64 sends them to rewards as text, omit says that you know"
+            f"{source.key('prompts')}: column '{column}' has {kind}, which the policy does not see and rollouts do not "
+            f"carry; {source.key('types')}.{column}: base64 sends them to rewards as text, omit says that you know"
         )
     if environment.url is not None:
-        await try_server(environment, source.environment_key, task_json(training[0]), TRIAL_TEXT)
+        await try_server(environment, source.key("environment"), task_json(training[0]), TRIAL_TEXT)
     for key, spec in source.code():
         function = await library.find(spec.label, spec.version or "")
         if isinstance(spec, EnvironmentConfig):
@@ -81,7 +81,7 @@ async def _check_source(source: Source, library: Library, data: dict[str, _Data]
             continue
         name = f"{function.callee.signature.entry} of {function.code.filename}"
         for file, own in data.items():
-            _check_columns(function, own, file, name, source.types_key)
+            _check_columns(function, own, file, name, source.key("types"))
         await _try_function(function, name, spec, key, training)
 
 
@@ -123,7 +123,7 @@ def _read_data(config: Config, source: Source) -> dict[str, _Data]:
         InputError: Something in it cannot be read, or it lacks a column that the source names.
     """
     evaluation = config.evaluation
-    files = {source.prompts_key: source.prompts}
+    files = {source.key("prompts"): source.prompts}
     files |= {
         evaluation.key_of(name): (path,) for name, path in evaluation.files.items() if config.source_of(name) == source
     }
@@ -132,7 +132,7 @@ def _read_data(config: Config, source: Source) -> dict[str, _Data]:
 
 def _read(key: str, paths: Sequence[Path], source: Source) -> _Data:
     survey, unanswered, prompts = ColumnSurvey(), RowTally(), list[dict[str, Any]]()
-    reader, conflicts = RowReader(key, paths, source.types, types_key=source.types_key), AnswerConflicts()
+    reader, conflicts = RowReader(key, paths, source.types, types_key=source.key("types")), AnswerConflicts()
     for row in survey.watch(reader):
         if len(prompts) < NUM_TRIALS:
             prompts.append(row.columns)

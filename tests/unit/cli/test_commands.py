@@ -150,11 +150,7 @@ def test_an_init_over_a_file_names_it(gspo: Call, tmp_path: Path) -> None:
             {"gateway": {"replicas": 1}, "services": {"reward_port": 4711, "gateway_port": 4711}},
             "services.gateway_port: 4711 is services.reward_port",
         ),
-        ({"services": {"gateway_port": 4711}}, "services.gateway_port: 4711 is of no use with gateway.replicas 0"),
-        (
-            {"gateway": {"tool_parser": "hermes"}},
-            "gateway.tool_parser: hermes has no effect without gateway.replicas: 1",
-        ),
+        ({"services": {"gateway_port": 4711}}, "services.gateway_port: 4711 has no effect without gateway.replicas: 1"),
         (
             {"services": {"redis_url": "redis://127.0.0.1:1/0"}},
             "services.redis_url: redis://127.0.0.1:1/0 cannot be",

@@ -86,12 +86,6 @@ _HYPERPARAMETERS = {
     "learner.micro_batch_tokens": "micro_batch_tokens",
     "learner.gradient_checkpointing": "gradient_checkpointing",
 }
-# Key -> the key that turns it on.
-_BELONGS_TO = {
-    "algorithm.kl_loss_coef": "algorithm.use_kl_loss",
-    "algorithm.kl_kind": "algorithm.use_kl_loss",
-    "algorithm.kl_coef": "algorithm.add_token_level_kl",
-}
 
 
 @dataclass(frozen=True)
@@ -145,9 +139,8 @@ def change_keys(recorded: Mapping[str, Any], run_dir: Path, settings: Sequence[s
     for name, (old, new) in values.items():
         if old == new:
             raise InputError(f"{OPTION} {name}", f"{in_yaml(new)} is its value in this run", "Give another value")
-        switch = _BELONGS_TO.get(name)
-        if switch and not key_value(config, switch):
-            raise InputError(f"{OPTION} {name}", f"has no effect without {switch}", f"Add {OPTION} {switch}=true")
+        if owner := config.missing_owner(name):
+            raise InputError(f"{OPTION} {name}", owner.rule, owner.fix)
     return ChangedKeys(values, config)
 
 

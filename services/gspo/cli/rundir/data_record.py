@@ -15,7 +15,7 @@ from gspo.runlog.run_log import RunLog
 
 def digests_of(config: Config) -> dict[str, dict[str, str]]:
     """The digests of all data files by the keys that name them; each file is read once."""
-    files = {source.prompts_key: source.prompts for source in config.sources}
+    files = {source.key("prompts"): source.prompts for source in config.sources}
     files |= {config.evaluation.key_of(name): (path,) for name, path in config.evaluation.files.items()}
     known = {path: digest_of(path) for paths in files.values() for path in paths}
     return {key: {str(path): known[path] for path in paths} for key, paths in files.items()}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -25,7 +26,7 @@ from pydantic import (
 )
 from pydantic.config import JsonDict
 
-from gspo.common.errors import ConfigError
+from gspo.common.errors import NO_VALUE, ConfigError
 
 _NAME, _VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", r"^[0-9a-f]{8,64}$"
 HTTP_ADDRESS, HTTP_HOST = r"^https?://[^\s]+$", r"^https?://[^\s/]+(:\d+)?/?$"
@@ -42,6 +43,7 @@ PATTERNS = {
 RunName = Annotated[str, StringConstraints(pattern=_NAME)]
 VersionText = Annotated[str, StringConstraints(pattern=_VERSION)]
 HostName = Annotated[str, StringConstraints(pattern=_HOST_NAME)]
+HttpAddress = Annotated[str, StringConstraints(pattern=HTTP_ADDRESS)]
 
 
 def _only_finite(value: Any) -> Any:
@@ -123,12 +125,45 @@ class Owner:
         is_there: Whether a section has them.
         makes: Keys of a section that make the owner, and so need none.
         switch: A key that may be written as off beside those that it owns.
+        is_rival: Whether the key has no effect where something else is there; `text` says what.
     """
 
     text: str
     is_there: Callable[[Any], bool]
     makes: tuple[str, ...] = ()
     switch: str = ""
+    is_rival: bool = False
+
+    @property
+    def rule(self) -> str:
+        """The rule that a key breaks without its owner."""
+        return f"has no effect {'beside' if self.is_rival else 'without'} {self.text}"
+
+    @property
+    def fix(self) -> str:
+        """The remedy."""
+        return "Leave it out" if self.is_rival else f"Leave it out, or set {self.text}"
+
+
+def of_kind(text: str, *kinds: str) -> Owner:
+    """The owner of keys that only some kinds of a section have; arguments as `Owner.text`, `Section.KINDS`."""
+    return Owner(text, lambda section: section.kind in kinds)
+
+
+def no_password(place: str) -> AfterValidator:
+    """Refuse an address with a password.
+
+    Args:
+        place: The environment variable or key for it.
+    """
+
+    def checked(address: str) -> str:
+        if urlsplit(address).password is not None:
+            rule = "holds a password, which the run directory and its logs would keep"
+            raise ConfigError("", NO_VALUE, rule, f"Leave it out: it belongs into {place}")
+        return address
+
+    return AfterValidator(checked)
 
 
 class Section(BaseModel):
@@ -136,14 +171,28 @@ class Section(BaseModel):
 
     Attributes:
         may_change: Whether its keys may change when a run is resumed.
+        KINDS: Keys of which one at most is set; it says the section's kind.
         OWNER: Of all keys but those that make it; None: the section always has an effect.
+        OWNED: Owners of keys further within, by their paths.
         REMOVED: Keys that older runs have stored, with the value that then had no effect.
     """
 
     may_change: ClassVar[bool] = False
+    KINDS: ClassVar[tuple[str, ...]] = ()
     OWNER: ClassVar[Owner | None] = None
+    OWNED: ClassVar[Mapping[str, Owner]] = {}
     REMOVED: ClassVar[Mapping[str, Any]] = {}
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @property
+    def kind(self) -> str:
+        """The key of KINDS that is set; empty without one."""
+        return next((key for key in self.KINDS if not _is_off(getattr(self, key))), "")
+
+    @property
+    def used(self) -> bool:
+        """Whether the section has a kind."""
+        return bool(self.kind)
 
     def wrong(self, key: str, rule: str, fix: str) -> ConfigError:
         """The error of a key of this section, or of one within, whose value breaks a rule."""
@@ -155,6 +204,21 @@ class Section(BaseModel):
             if getattr(self, key) != self._default(key):
                 raise self.wrong(key, rule, fix)
 
+    def missing_owner(self, path: str, *, is_strict: bool = True) -> Owner | None:
+        """The owner of a key that is absent; None where the key has an effect.
+
+        Args:
+            path: The key, or one further within.
+            is_strict: Whether a key has no effect either whose switch is written as off.
+        """
+        section, key = self._place(path)
+        for holder, name in ((self, path), (section, key)):
+            for owner in owners_of(type(holder), name):
+                is_switched_off = bool(owner.switch) and {owner.switch, key} <= section.model_fields_set
+                if not owner.is_there(holder) and (is_strict or not is_switched_off):
+                    return owner
+        return None
+
     @model_validator(mode="before")
     @classmethod
     def _without_removed_keys(cls, keys: Any, info: ValidationInfo) -> Any:
@@ -164,38 +228,62 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _keys_have_their_owners(self, info: ValidationInfo) -> Self:
-        """Refuse a key that is written where it has no effect, also with its default."""
-        for key in type(self).model_fields:
-            owner, value = self._missing_owner(key), getattr(self, key)
-            if owner is None or key not in self.model_fields_set or value in _OFF:
+        """Refuse a second kind, and a key that is written where it has no effect, also with its default."""
+        kinds = [key for key in self.KINDS if not _is_off(getattr(self, key))]
+        if len(kinds) > 1:
+            raise ConfigError(kinds[1], NO_VALUE, f"stands beside {kinds[0]}, and it is one of them", "Leave one out")
+        for key in self._owned_keys():
+            owner, value = self.missing_owner(key, is_strict=False), attrgetter(key)(self)
+            if owner is None or not self._is_written(key) or _is_off(value):
                 continue
             if not (_is_old(info) and value == self._default(key)):
-                fix = f"Leave it out, or set {owner.text}"
-                raise self.wrong(key, f"has no effect without {owner.text}", fix)
+                raise self.wrong(key, owner.rule, owner.fix)
         return self
 
     @model_serializer(mode="wrap")
     def _of_its_kind(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """The keys that have an effect: a stored run has no others."""
-        return {key: value for key, value in dump(self).items() if self._missing_owner(key) is None}
+        keys: dict[str, Any] = dump(self)
+        for path in self._owned_keys():
+            *parents, key = path.split(".")
+            section = reduce(lambda section, part: section.get(part, {}), parents, keys)
+            if key in section and self.missing_owner(path, is_strict=False) is not None:
+                del section[key]
+        return keys
 
-    def _missing_owner(self, key: str) -> Owner | None:
-        """The owner of a key where it is absent; None where the key has an effect, or its switch is written as off."""
-        for owner in owners_of(type(self), key):
-            is_switched_off = bool(owner.switch) and {owner.switch, key} <= self.model_fields_set
-            if not owner.is_there(self) and not is_switched_off:
-                return owner
-        return None
+    def _place(self, path: str) -> tuple[Section, str]:
+        """The section within that has a key, and the key's name there."""
+        parents, _, key = path.rpartition(".")
+        return (attrgetter(parents)(self) if parents else self), key
 
-    def _default(self, key: str) -> Any:
-        return type(self).model_fields[key].get_default(call_default_factory=True, validated_data={})
+    def _owned_keys(self) -> Iterator[str]:
+        yield from type(self).model_fields
+        yield from self.OWNED
+
+    def _is_written(self, path: str) -> bool:
+        section: Section = self
+        for part in path.split("."):
+            if part not in section.model_fields_set:
+                return False
+            section = getattr(section, part)
+        return True
+
+    def _default(self, path: str) -> Any:
+        section, key = self._place(path)
+        return type(section).model_fields[key].get_default(call_default_factory=True, validated_data={})
 
 
 @cache
 def owners_of(section: type[Section], key: str) -> tuple[Owner, ...]:
-    """The owner of the section, and those of a key of it."""
+    """The owner of the section, and those of a key of it, or of one further within."""
+    if key not in section.model_fields:
+        return (section.OWNED[key],) if key in section.OWNED else ()
     of_section = (section.OWNER,) if section.OWNER is not None and key not in section.OWNER.makes else ()
     return of_section + tuple(part for part in section.model_fields[key].metadata if isinstance(part, Owner))
+
+
+def _is_off(value: Any) -> bool:
+    return value in _OFF or (isinstance(value, Section) and bool(value.KINDS) and not value.used)
 
 
 def _is_old(info: ValidationInfo) -> bool:

@@ -8,18 +8,19 @@ from __future__ import annotations
 import re
 from operator import attrgetter
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from gspo.common.config.fields import HTTP_ADDRESS, ON_RESUME, FilePath, Owner, Section
-from gspo.common.errors import NO_VALUE, ConfigError
+from gspo.common.config.fields import ON_RESUME, FilePath, HttpAddress, Owner, Section, no_password, of_kind
+from gspo.common.errors import ConfigError
 
 AGENT_PART = "agent"
 _HOST, _ADDRESS = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*"), re.compile(r"[0-9.]+")
 _HIGHEST_PORT = 65535
-# The kinds of agents: who runs it, and how.
-_KINDS = ("external", "path", "command")
+# The environment variable with the key of an environment's server.
+KEY_VARIABLE = "GSPO_ENVIRONMENT_API_KEY"
+_SANDBOXES = of_kind("agent.path or agent.command", "path", "command")
+_PROGRAM = of_kind("environment.mcp.command", "command")
 
 
 def _host_and_port(address: str) -> str:
@@ -60,31 +61,32 @@ class GatewayConfig(Section):
 class AgentConfig(Section):
     """Agents that play the rollouts: any program that speaks the API of OpenAI or Anthropic."""
 
-    OWNER = Owner(
-        "agent.path, agent.command, or agent.external: true", attrgetter("used"), ("path", "command", "external")
-    )
+    KINDS = ("external", "path", "command")
+    OWNER = Owner("agent.path, agent.command, or agent.external: true", attrgetter("used"), KINDS)
     external: bool = Field(
         False, description="Offer each rollout at the gateway's /v1/tasks/lease, for workers that you start"
     )
     path: FilePath | None = Field(
         None, description="Python file with `async def play(task)`, which `gspo run` plays the rollouts with, sandboxed"
     )
-    entry: str = Field("play", min_length=1, description="Name of the function in agent.path")
+    entry: Annotated[str, of_kind("agent.path", "path")] = Field(
+        "play", min_length=1, description="Name of the function in agent.path"
+    )
     command: tuple[str, ...] = Field(
         (), description="A program of any language and its arguments, run for each rollout, sandboxed, instead of path"
     )
-    reads: tuple[FilePath, ...] = Field(
+    reads: Annotated[tuple[FilePath, ...], _SANDBOXES] = Field(
         (), description="Further files and folders that the sandboxed agent may read; links to them are in its folder"
     )
-    hosts: tuple[HostAndPort, ...] = Field(
+    hosts: Annotated[tuple[HostAndPort, ...], _SANDBOXES] = Field(
         (), description="Addresses that the sandboxed agent may reach beside the gateway, such as example.org:443"
     )
-    workers: PositiveInt = Field(
+    workers: Annotated[PositiveInt, _SANDBOXES] = Field(
         8,
         description="Rollouts that the agent plays at a time, each in a sandbox of its own",
         json_schema_extra=ON_RESUME,
     )
-    memory_mb: PositiveInt = Field(
+    memory_mb: Annotated[PositiveInt, _SANDBOXES] = Field(
         2048,
         description="Memory of a sandbox with all its processes, in MiB; files in its folders are not counted",
         json_schema_extra=ON_RESUME,
@@ -116,50 +118,28 @@ class AgentConfig(Section):
     )
 
     @property
-    def used(self) -> bool:
-        """Whether agents play the rollouts."""
-        return self.external or self.is_started
-
-    @property
     def is_started(self) -> bool:
         """Whether `gspo run` starts the agent, in sandboxes."""
-        return self.path is not None or bool(self.command)
-
-    @model_validator(mode="after")
-    def _is_one_kind(self) -> AgentConfig:
-        kinds = [key for key in _KINDS if getattr(self, key)]
-        if len(kinds) > 1:
-            raise ConfigError(kinds[1], NO_VALUE, f"stands beside {kinds[0]}, and it is one of them", "Leave one out")
-        defaults = {key: field.default for key, field in type(self).model_fields.items()}
-        if self.path is None and self.entry != defaults["entry"]:
-            raise self.wrong("entry", "is the name of a function in agent.path, and there is none", "Leave it out")
-        if self.external:
-            for key in ("reads", "hosts", "workers", "memory_mb"):
-                if getattr(self, key) != defaults[key]:
-                    raise self.wrong(
-                        key,
-                        "is of the sandboxes of agents that `gspo run` starts, and with agent.external you start them",
-                        "Leave it out, or set agent.path or agent.command instead of external",
-                    )
-        return self
+        return self.kind in ("path", "command")
 
 
 class McpConfig(Section):
     """A server that speaks the Model Context Protocol (MCP): the policy of a conversation calls its tools."""
 
+    KINDS = ("command", "url")
+    OWNER = Owner("environment.mcp.command or url", attrgetter("used"), KINDS)
     command: tuple[str, ...] = Field(
         (),
         description="A program that speaks MCP over its standard input and output, with its arguments; each generator "
         "starts it in a sandbox without network",
     )
-    url: str | None = Field(
+    url: Annotated[HttpAddress, no_password(KEY_VARIABLE)] | None = Field(
         None,
-        pattern=HTTP_ADDRESS,
         description="URL of a server of yours that speaks MCP over streamable HTTP, such as http://127.0.0.1:8000/mcp; "
         "the key is in GSPO_ENVIRONMENT_API_KEY, if it wants one",
         json_schema_extra=ON_RESUME,
     )
-    reads: tuple[FilePath, ...] = Field(
+    reads: Annotated[tuple[FilePath, ...], _PROGRAM] = Field(
         (), description="Files and folders that command may read; links to them are in its working folder"
     )
     per: Literal["rollout", "shared"] = Field(
@@ -182,30 +162,21 @@ class McpConfig(Section):
         description="Characters of a result that the policy sees; the rest is cut off",
         json_schema_extra=ON_RESUME,
     )
-    memory_mb: PositiveInt = Field(
+    memory_mb: Annotated[PositiveInt, _PROGRAM] = Field(
         2048,
         description="Memory of a server of command with all its processes, in MiB",
         json_schema_extra=ON_RESUME,
     )
 
     @property
-    def used(self) -> bool:
-        """Whether there is a server."""
-        return bool(self.command or self.url)
-
-    @property
     def place(self) -> str:
         """Its address, or its command line, for messages."""
         return self.url or " ".join(self.command)
 
-    @model_validator(mode="after")
-    def _is_one_server(self) -> McpConfig:
-        if self.command and self.url:
-            raise ConfigError("url", NO_VALUE, "stands beside command, and it is one of them", "Leave one out")
-        if self.url and urlsplit(self.url).password is not None:
-            fix = "Leave it out; GSPO_ENVIRONMENT_API_KEY may hold a key"
-            raise ConfigError("url", NO_VALUE, "holds a password", fix)
-        for place, name in enumerate(self.tools):
-            if name in self.tools[:place]:
-                raise ConfigError(f"tools.{place}", name, "is there twice", "Leave one out")
-        return self
+    @field_validator("tools")
+    @classmethod
+    def _are_different(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
+        for place, name in enumerate(tools):
+            if name in tools[:place]:
+                raise ConfigError(str(place), name, "is there twice", "Leave one out")
+        return tools

@@ -21,7 +21,7 @@ class Key:
 
     Attributes:
         on_gpus: Its default on a machine with GPUs; None if the default is the same on every machine.
-        owner: Keys of its section without which it has no effect; empty without any.
+        owner: What it has no effect without, such as `with environment.url`, or beside; empty without any.
     """
 
     name: str
@@ -55,6 +55,8 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def _key(name: str, field: FieldInfo, *, may_change: bool) -> Key:
+    owners = [*field.metadata, Config.OWNED.get(name)]
+    owners = [owner for owner in owners if isinstance(owner, Owner)]
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     on_gpus = extra.get(ON_GPUS)
     return Key(
@@ -65,7 +67,7 @@ def _key(name: str, field: FieldInfo, *, may_change: bool) -> Key:
         meaning=field.description or "",
         on_resume=bool(extra.get("on_resume", may_change)),
         on_gpus=on_gpus,
-        owner=", ".join(part.text for part in field.metadata if isinstance(part, Owner)),
+        owner=", ".join(f"{'not ' if owner.is_rival else ''}with {owner.text}" for owner in owners),
     )
 
 

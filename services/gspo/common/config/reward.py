@@ -8,23 +8,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from gspo.common.config.fields import (
     FIXED,
-    HTTP_ADDRESS,
     ON_RESUME,
     FilePath,
     FreeMapping,
+    HttpAddress,
     Owner,
     RunName,
     Section,
     VersionText,
+    no_password,
+    of_kind,
 )
-from gspo.common.config.gateway import McpConfig
+from gspo.common.config.gateway import KEY_VARIABLE, McpConfig
 from gspo.common.errors import NO_VALUE, ConfigError
 
 # Values of `reward.functions.N.builtin`; the reward service has a file or a client for each.
@@ -72,26 +75,59 @@ BUILTIN_TOOLS: Mapping[str, dict[str, Any]] = {
 }
 
 
-_FILE = Owner("path", lambda code: code.path is not None)
-_REGISTERED = Owner("the name of a registered version alone", attrgetter("registered"))
-_HERE = Owner("path, builtin or a registered name in place of url", lambda code: code.url is None)
-_SERVER = Owner("environment.url", lambda environment: environment.url is not None)
-_OPENENV = Owner("environment.protocol: openenv", lambda environment: environment.protocol == "openenv")
-_REACHED = Owner("environment.url or mcp", lambda environment: environment.url is not None or environment.mcp.used)
-_NO_MCP = Owner("another environment than mcp, which has keys of its own", lambda environment: not environment.mcp.used)
+_FILE = of_kind("path", "path")
+_REGISTERED = of_kind("the name of a registered version alone", "name")
+_HERE = of_kind("path, builtin or a registered name in place of url", "path", "builtin", "name")
+_SERVER = of_kind("environment.url", "url")
+_OPENENV = Owner("environment.protocol: openenv", attrgetter("is_openenv"))
+_REACHED = of_kind("environment.url or mcp", "url", "mcp")
+_NO_MCP = Owner("mcp, whose server has keys of its own", lambda code: code.kind != "mcp", is_rival=True)
+_LISTED = Owner(
+    "mcp, whose server lists its tools, of which environment.mcp.tools chooses",
+    lambda code: code.kind != "mcp",
+    is_rival=True,
+)
+_NO_OPENENV = Owner("protocol: openenv, whose actions have none", lambda code: not code.is_openenv, is_rival=True)
+_TURN_LIMIT = Owner("environment.turn_tokens", lambda environment: environment.turn_tokens is not None)
 
 
-class RewardFunction(Section):
+class CodeSection(Section):
+    """A reward function or an environment: a file, a built-in, an address, or a name registered over REST."""
+
+    if TYPE_CHECKING:
+        name: RunName | None
+
+    @property
+    def kind(self) -> str:
+        """As in Section. A name alone is a kind too: of the registry."""
+        return super().kind or ("name" if self.name else "")
+
+    @property
+    def registered(self) -> bool:
+        """Whether it is a name of the registry."""
+        return self.kind == "name"
+
+    @property
+    def label(self) -> str:
+        """Name in tasks, scores, logs and metrics; empty where there is none."""
+        value = getattr(self, self.kind, None)
+        if self.name or value is None:
+            return self.name or ""
+        if isinstance(value, McpConfig):
+            return _host_label(value.url) if value.url else "mcp"
+        return value.stem if isinstance(value, Path) else _host_label(value) if self.kind == "url" else str(value)
+
+
+class RewardFunction(CodeSection):
     """One function that scores answers: a file, a built-in, an HTTP address, or a name registered over REST."""
 
+    KINDS = ("path", "builtin", "url")
     REMOVED: ClassVar[Mapping[str, Any]] = {"replay": False}
     path: FilePath | None = Field(
         None, description="Python file with `reward(prompts, completions, **columns)` or verl's `compute_score`"
     )
     builtin: Builtin | None = Field(None, description="A function that comes with gspo, instead of a file")
-    url: str | None = Field(
-        None, pattern=HTTP_ADDRESS, description="URL of your own scoring server, with OpenRLHF's remote protocol"
-    )
+    url: HttpAddress | None = Field(None, description="URL of your own scoring server, with OpenRLHF's remote protocol")
     name: RunName | None = Field(
         None,
         description="Name in logs and metrics; default: of the file, built-in or host. Alone: a registered function",
@@ -117,25 +153,9 @@ class RewardFunction(Section):
         (), description="Further files and folders that its code may read and import"
     )
 
-    @property
-    def label(self) -> str:
-        """Name in tasks, scores, logs and metrics."""
-        if self.name or self.builtin:
-            return self.name or self.builtin or ""
-        return self.path.stem if self.path else _host_label(self.url)
-
-    @property
-    def registered(self) -> bool:
-        """Whether it is a name of the registry."""
-        return self.path is None and self.builtin is None and self.url is None
-
     @model_validator(mode="after")
-    def _is_one_thing(self) -> RewardFunction:
-        kinds = [key for key in ("path", "builtin", "url") if getattr(self, key) is not None]
-        if len(kinds) > 1:
-            rule = f"stands beside {kinds[0]}, and a function is one of them"
-            raise ConfigError(kinds[1], NO_VALUE, rule, "Leave one out")
-        if not kinds and self.name is None:
+    def _is_something(self) -> RewardFunction:
+        if not self.used:
             fix = "Set path, builtin, url, or the name of a registered function"
             raise ConfigError("path", NO_VALUE, "is missing", fix)
         return self
@@ -196,21 +216,17 @@ class RewardConfig(Section):
     quotas: RegistryQuotas = Field(default_factory=RegistryQuotas)
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(CodeSection):
     """A multi-turn environment: a file, a built-in, a server, or a name registered over REST; none is single-turn."""
 
-    OWNER = Owner(
-        "environment.path, builtin, url, mcp or name",
-        attrgetter("used"),
-        ("path", "builtin", "url", "mcp", "name"),
-    )
+    KINDS = ("path", "builtin", "url", "mcp")
+    OWNER = Owner("environment.path, builtin, url, mcp or name", attrgetter("used"), (*KINDS, "name"))
     path: FilePath | None = Field(None, description="Python file with `reset(task)` and `step(state, action)`")
     builtin: Literal["tools"] | None = Field(
         None, description="An environment that comes with gspo: tools answers the calls of environment.tools"
     )
-    url: str | None = Field(
+    url: Annotated[HttpAddress, no_password(KEY_VARIABLE)] | None = Field(
         None,
-        pattern=HTTP_ADDRESS,
         description="URL of a server of yours with the environment, which keeps its state; the key is in "
         "GSPO_ENVIRONMENT_API_KEY, if it wants one",
         json_schema_extra=ON_RESUME,
@@ -260,7 +276,7 @@ class EnvironmentConfig(Section):
     weight: Annotated[float, _NO_MCP] = Field(
         1.0, description="Factor of the summed step rewards, the part environment of the score"
     )
-    tools: tuple[str | FreeMapping, ...] = Field(
+    tools: Annotated[tuple[str | FreeMapping, ...], _LISTED, _NO_OPENENV] = Field(
         (),
         description="Tools of the policy: built-in names (calculator, python), or for your own environment "
         "descriptions {type: function, function: {name, ...}}",
@@ -277,7 +293,7 @@ class EnvironmentConfig(Section):
         "conversation",
         json_schema_extra=ON_RESUME,
     )
-    long_turn: Literal["close", "end"] = Field(
+    long_turn: Annotated[Literal["close", "end"], _TURN_LIMIT] = Field(
         "close",
         description="At turn_tokens: close the turn and let the environment answer, or end the rollout",
         json_schema_extra=ON_RESUME,
@@ -293,14 +309,14 @@ class EnvironmentConfig(Section):
     mcp: McpConfig = Field(default_factory=McpConfig)
 
     @property
-    def used(self) -> bool:
-        """Whether rollouts are conversations."""
-        return bool(self.path or self.builtin or self.url or self.mcp.used or self.name)
+    def is_openenv(self) -> bool:
+        """Whether its server speaks OpenEnv's WebSocket."""
+        return self.url is not None and self.protocol == "openenv"
 
     @property
     def on_server(self) -> bool:
         """Whether a server of the user's answers, and not a function in the reward service."""
-        return self.url is not None or self.mcp.used
+        return self.kind in ("url", "mcp")
 
     @property
     def place(self) -> str:
@@ -308,23 +324,9 @@ class EnvironmentConfig(Section):
         return self.url or self.mcp.place
 
     @property
-    def label(self) -> str:
-        """Name in tasks, logs and metrics; empty where there is none."""
-        if self.name or self.builtin:
-            return self.name or self.builtin or ""
-        if self.mcp.used:
-            return _host_label(self.mcp.url) if self.mcp.url else "mcp"
-        return self.path.stem if self.path else _host_label(self.url)
-
-    @property
     def longest_step_s(self) -> float:
         """Limit of one step; an MCP server's calls have limits of their own, and the whole conversation has one."""
-        return self.total_timeout_s if self.mcp.used else self.step_timeout_s
-
-    @property
-    def registered(self) -> bool:
-        """Whether it is a name of the registry."""
-        return self.name is not None and not (self.path or self.builtin or self.on_server)
+        return self.total_timeout_s if self.kind == "mcp" else self.step_timeout_s
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
@@ -344,37 +346,6 @@ class EnvironmentConfig(Section):
         return tools
 
     @model_validator(mode="after")
-    def _is_one_thing(self) -> EnvironmentConfig:
-        kinds = [key for key in ("path", "builtin", "url") if getattr(self, key) is not None]
-        kinds += ["mcp"] if self.mcp.used else []
-        if len(kinds) > 1:
-            raise ConfigError(kinds[1], NO_VALUE, f"stands beside {kinds[0]}, and it is one of them", "Leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _server_takes_its_keys(self) -> EnvironmentConfig:
-        if self.url is None:
-            return self
-        if urlsplit(self.url).password is not None:
-            raise ConfigError(
-                "url", NO_VALUE, "holds a password", "Leave it out; GSPO_ENVIRONMENT_API_KEY may hold a key"
-            )
-        if self.protocol == "openenv" and self.tools:
-            raise ConfigError(
-                "tools", NO_VALUE, "have no place in OpenEnv's actions", "Leave them out, or set protocol: http"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _mcp_takes_its_keys(self) -> EnvironmentConfig:
-        if not self.mcp.used:
-            return self
-        if self.tools:
-            rule = "stands beside mcp, whose server lists its tools"
-            raise self.wrong("tools", rule, "Choose of them by mcp.tools")
-        return self
-
-    @model_validator(mode="after")
     def _tools_are_somebodys(self) -> EnvironmentConfig:
         names = [tool for tool in self.tools if isinstance(tool, str)]
         if self.builtin == "tools" and len(names) < max(1, len(self.tools)):
@@ -391,8 +362,6 @@ class EnvironmentConfig(Section):
                 f"'{names[0]}' is a built-in tool, and an environment of yours answers its own",
                 "Describe its tools, or set environment.builtin: tools",
             )
-        if self.turn_tokens is None and self.long_turn == "end":
-            raise ConfigError("long_turn", "end", "needs a limit that ends turns", "Set environment.turn_tokens")
         return self
 
 

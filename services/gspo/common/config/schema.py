@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.engines import (
     MICRO_BATCH_TOKENS,
-    MISMATCH_EVERY,
     SPREAD_STAGE,
     GenerationConfig,
     LearnerConfig,
@@ -33,10 +31,11 @@ from gspo.common.config.fields import (
     Owner,
     RunName,
     Section,
+    no_password,
 )
 from gspo.common.config.gateway import AgentConfig, GatewayConfig
 from gspo.common.config.reward import EnvironmentConfig, RewardConfig
-from gspo.common.config.sources import DataConfig, Source, check_sources, sources_of
+from gspo.common.config.sources import SHARED_BY_SOURCES, DataConfig, Source, check_sources, sources_of
 from gspo.common.config.teacher import TeacherConfig
 from gspo.common.errors import NO_VALUE, ConfigError
 
@@ -110,19 +109,25 @@ class RunConfig(Section):
     )
 
 
+_CERT = Owner("services.tls.cert", lambda tls: tls.cert is not None)
+_KEY = Owner("services.tls.key", lambda tls: tls.key is not None)
+
+
 class TlsConfig(Section):
     """Certificates of the services: with them HTTP and gRPC speak TLS."""
 
     may_change = True
 
-    cert: FilePath | None = Field(
+    cert: Annotated[FilePath | None, _KEY] = Field(
         None, description="Certificate of every service, in PEM, with its chain; it enables TLS"
     )
-    key: FilePath | None = Field(None, description="The certificate's private key, in PEM, without a passphrase")
+    key: Annotated[FilePath | None, _CERT] = Field(
+        None, description="The certificate's private key, in PEM, without a passphrase"
+    )
     ca: FilePath | None = Field(
         None, description="Certificates of the authorities of services and Redis; default: those of the machine"
     )
-    server_name: str | None = Field(
+    server_name: Annotated[str | None, _CERT] = Field(
         None, description="Name in the services' certificate, checked instead of the host name"
     )
 
@@ -130,13 +135,6 @@ class TlsConfig(Section):
     def is_on(self) -> bool:
         """Whether the services speak TLS."""
         return self.cert is not None
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> TlsConfig:
-        for key, other in (("cert", "key"), ("key", "cert"), ("server_name", "cert")):
-            if getattr(self, key) is not None and getattr(self, other) is None:
-                raise ConfigError(key, NO_VALUE, f"is of no use without services.tls.{other}", "Set both, or neither")
-        return self
 
 
 class ServicesConfig(Section):
@@ -149,7 +147,9 @@ class ServicesConfig(Section):
         description="Address of every service and of the run's own Redis. Beyond loopback, token_file and "
         "redis_password_file are required",
     )
-    redis_url: str | None = Field(None, description="URL of Redis, rediss:// for TLS; null: the run starts its own")
+    redis_url: Annotated[str, no_password("services.redis_password_file")] | None = Field(
+        None, description="URL of Redis, rediss:// for TLS; null: the run starts its own"
+    )
     redis_password_file: FilePath | None = Field(
         None, description="File with Redis's password; one on another machine must have it"
     )
@@ -179,21 +179,24 @@ class ServicesConfig(Section):
     )
     tls: TlsConfig = Field(default_factory=TlsConfig)
 
-    @model_validator(mode="after")
-    def _no_password_in_the_open(self) -> ServicesConfig:
-        if self.redis_url is not None and urlsplit(self.redis_url).password is not None:
-            raise ConfigError(
-                "redis_url",
-                NO_VALUE,
-                "holds a password, which the run directory and its logs would keep",
-                "Leave it out there, write it into a file and name that in services.redis_password_file",
-            )
-        return self
+
+_GATEWAY = Owner("gateway.replicas: 1", lambda config: config.gateway.replicas > 0)
+_AGENT = Owner("agent.path, agent.command, or agent.external: true", lambda config: config.agent.used)
+_LAG = Owner("staleness.max_lag of at least 1", lambda config: config.staleness.max_lag > 0)
+_NO_AGENT = Owner("an agent, whose requests run to their ends", lambda config: not config.agent.used, is_rival=True)
 
 
 class Config(Section):
     """Everything a user says about a run."""
 
+    OWNED: ClassVar[Mapping[str, Owner]] = {
+        "services.gateway_port": _GATEWAY,
+        "algorithm.ratio_of": _AGENT,
+        "algorithm.rollout_length": _AGENT,
+        "learner.mismatch_every": _LAG,
+        "generation.segment_tokens": _NO_AGENT,
+        **SHARED_BY_SOURCES,
+    }
     name: RunName = Field(description="Name of the run: its directory and its keys in Redis")
     seed: int = Field(0, ge=0, lt=2**31, description="Prompt order, sampling, permutations, initial random state")
     placement: Literal["split", "shared"] = Field(
@@ -220,31 +223,6 @@ class Config(Section):
     services: ServicesConfig = Field(default_factory=ServicesConfig)
 
     @model_validator(mode="after")
-    def _gateway_port_has_a_gateway(self) -> Config:
-        if self.services.gateway_port and not self.gateway.replicas:
-            raise self.wrong(
-                "services.gateway_port",
-                "is of no use with gateway.replicas 0",
-                "Set gateway.replicas: 1, or leave it out",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _branches_have_a_writer(self) -> Config:
-        default = AlgorithmConfig.model_fields["ratio_of"].default
-        for key, is_set in (
-            ("ratio_of", self.algorithm.ratio_of != default),
-            ("rollout_length", self.algorithm.rollout_length is not None),
-        ):
-            if is_set and not self.agent.used:
-                raise self.wrong(
-                    f"algorithm.{key}",
-                    "is for rollouts of several branches, and without an agent every rollout is one",
-                    "Leave it out, or set agent.path, agent.command or agent.external",
-                )
-        return self
-
-    @model_validator(mode="after")
     def _agent_has_a_gateway(self) -> Config:
         if not self.agent.used:
             return self
@@ -265,19 +243,13 @@ class Config(Section):
         for source in self.sources:
             if source.stop:
                 rule = "has no effect with an agent, which names stop strings in its requests"
-                raise ConfigError(source.stop_key, list(source.stop), rule, "Leave it out")
+                raise ConfigError(source.key("stop"), list(source.stop), rule, "Leave it out")
         if self.agent.timeout_s > self.staleness.group_deadline_s:
             raise self.wrong(
                 "agent.timeout_s",
                 f"is longer than staleness.group_deadline_s {self.staleness.group_deadline_s:g}, after which its group "
                 "is issued again",
                 "Lower it, or raise the deadline",
-            )
-        if self.generation.segment_tokens is not None:
-            raise self.wrong(
-                "generation.segment_tokens",
-                "has no effect with an agent, whose requests run to their ends",
-                "Leave it out",
             )
         return self
 
@@ -297,7 +269,7 @@ class Config(Section):
     def _sources_can_be_trained(self) -> Config:
         self.teacher.check_rewards(self.algorithm)
         for source in self.sources:
-            self.teacher.check_temperature(source.temperature, source.temperature_key)
+            self.teacher.check_temperature(source.temperature, source.key("temperature"))
         if self.teacher.address is not None and self.agent.sampling == "client":
             raise self.wrong(
                 "agent.sampling",
@@ -323,17 +295,6 @@ class Config(Section):
         if self.learner.schedule != "constant" and self.run.total_steps is None:
             raise self.wrong(
                 "learner.schedule", "needs a known number of steps", "Set run.total_steps, or schedule: constant"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _probe_has_an_effect(self) -> Config:
-        if self.staleness.max_lag == 0 and self.learner.mismatch_every != MISMATCH_EVERY:
-            raise self.wrong(
-                "learner.mismatch_every",
-                "has no effect with staleness.max_lag 0: every step has tokens of the newest version, which need no "
-                "probe",
-                "Leave it out, or raise max_lag",
             )
         return self
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
 
-from gspo.common.config.engines import SamplingConfig, StopString, Temperature
+from gspo.common.config.engines import StopString, Temperature
 from gspo.common.config.fields import ON_RESUME, FilePaths, FreeMapping, Owner, RunName, Section
 from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
@@ -31,6 +31,26 @@ _IN_TASKS = {
     EnvironmentConfig: {"weight", "tools", "tool_format", "max_turns", "turn_tokens", "long_turn", "total_timeout_s"},
 }
 CodeSpec = RewardFunction | EnvironmentConfig
+# Values that a source may have for itself -> the key of the value for all sources.
+_SHARED = {
+    **{name: f"data.{name}" for name in ("prompts", "prompt_column", "answer_column", "types", "chat_template_kwargs")},
+    "functions": "reward.functions",
+    "environment": "environment",
+    "stop": "sampling.stop",
+    "temperature": "sampling.temperature",
+}
+
+
+def _unless_replaced(name: str) -> Owner:
+    """The owner of a value for all sources, which has no effect where each has its own."""
+
+    def is_there(config: Config) -> bool:
+        return not config.data.sources or any(getattr(source, name) is None for source in config.data.sources)
+
+    return Owner(f"data.sources that all have their own {name}", is_there, is_rival=True)
+
+
+SHARED_BY_SOURCES = {key: _unless_replaced(name) for name, key in _SHARED.items() if name != "prompts"}
 
 
 def _known_to_templates(variables: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +99,7 @@ _CURRICULUM = Owner("data.curriculum: spread", lambda data: data.curriculum != "
 class DataConfig(Section):
     """The prompts."""
 
+    KINDS = ("prompts", "sources")
     prompts: FilePaths | None = Field(
         None,
         description="Training prompts: JSONL, JSON, CSV, Parquet, or a folder that `datasets` opens; or a list of "
@@ -137,14 +158,10 @@ class DataConfig(Section):
         return sources
 
     @model_validator(mode="after")
-    def _one_way(self) -> DataConfig:
-        if self.prompts is None and not self.sources:
+    def _has_prompts(self) -> DataConfig:
+        if not self.used:
             description = type(self).model_fields["prompts"].description
             raise ConfigError("prompts", NO_VALUE, "is missing", f"Set it: {description}")
-        if self.prompts is not None and self.sources:
-            raise ConfigError(
-                "prompts", NO_VALUE, "stands beside sources, which have prompts of their own", "Leave one of them out"
-            )
         return self
 
 
@@ -159,8 +176,7 @@ class Source:
         types: Column -> type, of columns that are read otherwise than the files have them.
         chat_template_kwargs: Variables of the chat template in every prompt.
         answer_column: The column with the right answer; None where a rule finds it.
-        prompts_key, column_key, answer_key, types_key, template_key, functions_key, environment_key, stop_key,
-            temperature_key: Where the configuration has its values, for messages.
+        own: The names of its own values -> their keys; other values are those of all sources.
     """
 
     name: str = ""
@@ -175,15 +191,11 @@ class Source:
     stop: tuple[str, ...] = ()
     temperature: float = 1.0
     agent_weight: float | None = None
-    prompts_key: str = "data.prompts"
-    column_key: str = "data.prompt_column"
-    answer_key: str = "data.answer_column"
-    types_key: str = "data.types"
-    template_key: str = "data.chat_template_kwargs"
-    functions_key: str = "reward.functions"
-    environment_key: str = "environment"
-    stop_key: str = "sampling.stop"
-    temperature_key: str = "sampling.temperature"
+    own: Mapping[str, str] = field(default_factory=dict)
+
+    def key(self, name: str) -> str:
+        """The key that has a value of this source, such as its `prompts`, for messages."""
+        return self.own.get(name, _SHARED[name])
 
     @property
     def part_labels(self) -> list[str]:
@@ -197,9 +209,9 @@ class Source:
     def code(self) -> Iterator[tuple[str, CodeSpec]]:
         """Its functions and its environment, by their places in the configuration; no environment on a server."""
         for index, function in enumerate(self.functions):
-            yield f"{self.functions_key}.{index}", function
+            yield f"{self.key('functions')}.{index}", function
         if self.environment.used and not self.environment.on_server:
-            yield self.environment_key, self.environment
+            yield self.key("environment"), self.environment
 
 
 def sources_of(config: Config) -> tuple[Source, ...]:
@@ -222,23 +234,9 @@ def sources_of(config: Config) -> tuple[Source, ...]:
 
 def _of_list(index: int, own: SourceConfig, shared: Source) -> Source:
     """One of data.sources, with the values of other sections for those that it leaves out."""
-    key = f"data.sources.{index}"
-    changes: dict[str, Any] = {"name": own.name, "prompts": _files(own.prompts), "weight": own.weight}
-    changes["prompts_key"] = f"{key}.prompts"
-    keys = {
-        "prompt_column": "column_key",
-        "answer_column": "answer_key",
-        "types": "types_key",
-        "chat_template_kwargs": "template_key",
-        "functions": "functions_key",
-        "environment": "environment_key",
-        "stop": "stop_key",
-        "temperature": "temperature_key",
-    }
-    for name, its_key in keys.items():
-        if (value := getattr(own, name)) is not None:
-            changes |= {name: value, its_key: f"{key}.{name}"}
-    return replace(shared, **changes)
+    changes = {name: getattr(own, name) for name in _SHARED if getattr(own, name) is not None}
+    keys = {name: f"data.sources.{index}.{name}" for name in changes}
+    return replace(shared, **{**changes, "prompts": _files(own.prompts)}, name=own.name, weight=own.weight, own=keys)
 
 
 def _files(prompts: Path | tuple[Path, ...] | None) -> tuple[Path, ...]:
@@ -255,7 +253,6 @@ def check_sources(config: Config) -> None:
     for source in config.sources:
         _check_rewards(source, is_needed=needs_rewards)
     remote_environments(config.sources)
-    _check_effect(config)
     if config.data.curriculum != "none":
         _check_curriculum(config)
     if len(config.data.sources) > 1:
@@ -263,50 +260,25 @@ def check_sources(config: Config) -> None:
 
 
 def _check_rewards(source: Source, *, is_needed: bool) -> None:
-    environment_rewards = source.environment.used and not source.environment.mcp.used
+    environment_rewards = source.environment.kind not in ("", "mcp")
     is_rewarded = source.functions or environment_rewards or source.agent_weight is not None
     if is_needed and not is_rewarded:
         of_it = f" for source '{source.name}'" if source.name else ""
         raise ConfigError(
-            source.functions_key,
+            source.key("functions"),
             NO_VALUE,
             f"is empty{of_it}, and there is no environment or agent that rewards",
-            f"List a reward function, or set {source.environment_key}.path; training needs none under "
+            f"List a reward function, or set {source.key('environment')}.path; training needs none under "
             "teacher.alone: true, and an evaluation does",
         )
     for index, function in enumerate(source.functions if source.environment.used else ()):
         if function.label in (ENVIRONMENT_PART, source.environment.label):
             raise ConfigError(
-                f"{source.functions_key}.{index}.name",
+                f"{source.key('functions')}.{index}.name",
                 NO_VALUE,
                 f"'{function.label}' is the environment's name in scores and logs",
                 "Give the function another with `name:`",
             )
-
-
-def _check_effect(config: Config) -> None:
-    """Refuse a value for all sources where each has its own."""
-    values = {
-        "prompt_column": (
-            "data.prompt_column",
-            config.data.prompt_column != DataConfig.model_fields["prompt_column"].default,
-        ),
-        "answer_column": ("data.answer_column", config.data.answer_column is not None),
-        "types": ("data.types", bool(config.data.types)),
-        "chat_template_kwargs": ("data.chat_template_kwargs", bool(config.data.chat_template_kwargs)),
-        "functions": ("reward.functions", bool(config.reward.functions)),
-        "environment": ("environment", config.environment.used),
-        "stop": ("sampling.stop", bool(config.sampling.stop)),
-        "temperature": (
-            "sampling.temperature",
-            config.sampling.temperature != SamplingConfig.model_fields["temperature"].default,
-        ),
-    }
-    listed = config.data.sources
-    for name, (key, is_set) in values.items():
-        if is_set and listed and all(getattr(source, name) is not None for source in listed):
-            rule = f"has no effect: every source has its own {name}"
-            raise ConfigError(key, NO_VALUE, rule, f"Leave it out, or leave {name} out of a source")
 
 
 def _check_curriculum(config: Config) -> None:
@@ -359,7 +331,7 @@ def remote_environments(sources: Sequence[Source]) -> dict[str, tuple[str, Envir
     """
     remotes: dict[str, tuple[str, EnvironmentConfig]] = {}
     for source in sorted(sources, key=lambda source: not source.environment.on_server):
-        key, environment = source.environment_key, source.environment
+        key, environment = source.key("environment"), source.environment
         if environment.on_server:
             remotes.setdefault(environment.label, (key, environment))
         if environment.label in remotes and _loaded(remotes[environment.label][1]) != _loaded(environment):

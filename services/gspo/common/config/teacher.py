@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, model_validator
 
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.common.config.fields import HTTP_ADDRESS, ON_RESUME, ModelPath, Owner, Section
+from gspo.common.config.fields import ON_RESUME, HttpAddress, ModelPath, Owner, Section, no_password, of_kind
 from gspo.common.errors import NO_VALUE, ConfigError
 
 # Keys of algorithm that only change rewards, and those that only change the use of advantages.
@@ -22,20 +21,19 @@ _OF_ADVANTAGES = [
     *("importance_sampling", "ratio_of", "objective", "pg_clip", "pg_clip_low", "pg_clip_high", "dual_clip_loss"),
     *("pg_clip_reference_length", "gamma", "whiten_advantages", "advantage_clip"),
 ]
-_FILES = Owner("teacher.path", lambda teacher: teacher.path is not None)
-_SERVER = Owner("teacher.address", lambda teacher: teacher.address is not None)
+_FILES, _SERVER = of_kind("teacher.path", "path"), of_kind("teacher.address", "address")
 
 
 class TeacherConfig(Section):
     """A larger model that the policy learns from on its own answers; without path and address there is none."""
 
-    OWNER = Owner("teacher.path or teacher.address", attrgetter("used"), ("path", "address"))
+    KINDS = ("path", "address")
+    OWNER = Owner("teacher.path or teacher.address", attrgetter("used"), KINDS)
     path: ModelPath | None = Field(
         None, description="Folder of the teacher, a Hugging Face model with the policy's tokens, or its name on a hub"
     )
-    address: str | None = Field(
+    address: Annotated[HttpAddress, no_password("GSPO_TEACHER_API_KEY")] | None = Field(
         None,
-        pattern=HTTP_ADDRESS,
         description="URL of a vLLM server (`vllm serve TEACHER`), such as http://teacher:8000, in place of path. The "
         "reward service asks it; the key is in GSPO_TEACHER_API_KEY, if it wants one",
         json_schema_extra=ON_RESUME,
@@ -64,32 +62,15 @@ class TeacherConfig(Section):
     )
 
     @property
-    def used(self) -> bool:
-        """Whether there is a teacher."""
-        return self.path is not None or self.address is not None
-
-    @property
     def trains_by_loss_alone(self) -> bool:
         """Whether the KL is a loss, and rewards have no part in the advantages."""
         return self.alone and self.kl_in == "loss"
 
     @model_validator(mode="after")
-    def _keys_are_of_a_teacher(self) -> TeacherConfig:
-        if self.path is not None and self.address is not None:
-            rule = "is set beside teacher.path, and there is one teacher"
-            raise ConfigError("address", NO_VALUE, rule, "Leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _server_has_a_name_and_no_password(self) -> TeacherConfig:
-        if self.address is None:
-            return self
-        if self.model is None:
+    def _server_has_a_name(self) -> TeacherConfig:
+        if self.address is not None and self.model is None:
             rule = "is missing: a server that serves another model must not teach"
             raise ConfigError("model", NO_VALUE, rule, "Set it to the name that `vllm serve` was given")
-        if urlsplit(self.address).password is not None:
-            rule = "holds a password, which the run directory and its logs would keep"
-            raise ConfigError("address", NO_VALUE, rule, "Leave it out; GSPO_TEACHER_API_KEY may hold a key")
         return self
 
     def check_temperature(self, temperature: float, key: str) -> None:

@@ -25,7 +25,10 @@ def check_names(names: Collection[str], source: Source, where: str) -> None:
     Raises:
         InputError: Names the key, and the nearest column there is.
     """
-    for key, column in ((source.column_key, source.prompt_column), (source.answer_key, source.answer_column)):
+    for key, column in (
+        (source.key("prompt_column"), source.prompt_column),
+        (source.key("answer_column"), source.answer_column),
+    ):
         if column is not None and column not in names:
             raise InputError(key, f"{where} has no column '{column}'", f"Set {key}. {nearest(column, names)}")
 
@@ -46,7 +49,7 @@ def template_variables(columns: Mapping[str, Any], source: Source) -> dict[str, 
     own = list(source.environment.descriptions)
     if tools and own:
         raise ValueError(
-            f"the column tools describes other tools than {source.environment_key}, which carries them out"
+            f"the column tools describes other tools than {source.key('environment')}, which carries them out"
         )
     return {**source.chat_template_kwargs, **of_row, **({"tools": tools or own} if tools or own else {})}
 

@@ -76,7 +76,7 @@ class PromptSet:
         self.key, self._source, self._files = key, source, ", ".join(map(str, paths))
         self._tokenizer, self._on_assistant_end = tokenizer, config.data.on_assistant_end
         self._prompt_length, self._on_long_prompt = config.algorithm.prompt_length, config.data.on_long_prompt
-        reader = RowReader(key, paths, source.types, types_key=source.types_key)
+        reader = RowReader(key, paths, source.types, types_key=source.key("types"))
         self._rows = RowStore(islice(reader, limit))
         self.num_rows, self.left_out = len(self._rows), reader.left_out
         check_names(self._rows.names, source, self._files)
@@ -182,9 +182,9 @@ class PromptSet:
         self._check_kind(value, is_text=True)
         source = self._source
         if source.environment.descriptions or source.chat_template_kwargs:
-            key = source.template_key
+            key = source.key("chat_template_kwargs")
             if source.environment.descriptions:
-                key = f"{source.environment_key}.{'mcp' if source.environment.mcp.used else 'tools'}"
+                key = f"{source.key('environment')}.{'mcp' if source.environment.mcp.used else 'tools'}"
             raise InputError(
                 key,
                 f"{self._files} holds prompts as text, and only chat messages get a chat template, which reads it",
@@ -243,7 +243,7 @@ def training_prompts(
         InputError: They cannot be used, or are too few for a curriculum.
     """
     sets = [
-        PromptSet(source.prompts_key, source.prompts, tokenizer, config, source, progress=progress)
+        PromptSet(source.key("prompts"), source.prompts, tokenizer, config, source, progress=progress)
         for source in config.sources
     ]
     if config.data.curriculum != "none":

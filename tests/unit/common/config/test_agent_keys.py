@@ -48,7 +48,6 @@ def test_the_agent_the_functions_or_both_reward() -> None:
         ({"environment": {"path": "game.py"}}, "environment"),
         ({"sampling": {"stop": ["x"]}}, "sampling.stop"),
         ({"staleness": {"group_deadline_s": 100.0}}, "agent.timeout_s"),
-        ({"generation": {"segment_tokens": 8}, "staleness": {"max_lag": 64}}, "generation.segment_tokens"),
     ],
 )
 def test_contradictions_name_the_key(sections: dict[str, Any], where: str) -> None:
@@ -69,22 +68,6 @@ def test_an_agent_is_of_one_kind() -> None:
     assert config.reads == (Path("/base/a.txt"),)
     assert parsed({"command": ["node", "agent.mjs"]}).agent.is_started
     assert not parsed({"external": True}).agent.is_started
-    assert refused({"external": True, "path": "agent.py"}).where == "agent.path"
-    assert refused({"path": "agent.py", "command": ["sh"]}).where == "agent.command"
-
-
-@pytest.mark.parametrize(
-    ("agent", "where"),
-    [
-        ({"command": ["sh"], "entry": "go"}, "agent.entry"),
-        ({"external": True, "reads": ["a.txt"]}, "agent.reads"),
-        ({"external": True, "hosts": ["example.org:443"]}, "agent.hosts"),
-        ({"external": True, "workers": 2}, "agent.workers"),
-        ({"external": True, "memory_mb": 64}, "agent.memory_mb"),
-    ],
-)
-def test_a_key_of_another_kind_of_agent_is_refused(agent: dict[str, Any], where: str) -> None:
-    assert refused(agent).where == where
 
 
 @pytest.mark.parametrize("host", ["example.org:443", "localhost:80", "127.0.0.1:8000", "search-1:65535"])

@@ -232,8 +232,6 @@ def test_reinforce_has_no_norm_of_its_own() -> None:
         ({"objective": "dppo_kl", "importance_sampling": "token", "old_logprobs": "recompute"},
          "algorithm.objective: dppo_kl measures from the policy that sampled"),
         ({"ratio_of": "branch", "importance_sampling": "token"}, "algorithm.ratio_of: branch has no effect with"),
-        ({"ratio_of": "branch"}, "algorithm.ratio_of: branch is for rollouts of several branches"),
-        ({"rollout_length": 8192}, "algorithm.rollout_length: 8192 is for rollouts of several branches"),
         ({"rollout_length": 6143}, "algorithm.rollout_length: 6143 is less than one branch may have"),
         ({"routing_replay": "engine", "old_logprobs": "recompute"},
          "algorithm.routing_replay: engine needs the engine's experts"),

@@ -127,13 +127,6 @@ def test_no_message_shows_a_python_value(minimal: dict[str, Any]) -> None:
     assert "learner.lora.target_modules: [q_proj] has no effect" in text
 
 
-def test_a_probe_that_no_step_would_need_is_refused(minimal: dict[str, Any]) -> None:
-    synchronous = {**minimal, "staleness": {"max_lag": 0}}
-    assert parse_config(synchronous, Path("/a")).learner.mismatch_every
-    error = refusal({**synchronous, "learner": {"mismatch_every": 0}})
-    assert (error.where, error.fix) == ("learner.mismatch_every", "Leave it out, or raise max_lag")
-
-
 def test_a_changed_list_of_functions_is_shown_as_yaml(minimal: dict[str, Any]) -> None:
     new = {**minimal, "reward": {"functions": [{"builtin": "numeric", "args": {"x": 1}}]}}
     with pytest.raises(InputError) as error:
@@ -156,10 +149,8 @@ def test_an_unknown_key_in_a_list_is_one_problem(minimal: dict[str, Any]) -> Non
         ("sampling", {"top_p": 0.9}, "sampling.top_p"),
         ("sampling", {"top_k": 50}, "sampling.top_k"),
         ("sampling", {"min_p": 0.1}, "sampling.min_p"),
-        ("staleness", {"max_token_age": 2}, "staleness.max_token_age"),
         ("run", {"total_steps": None}, "run.total_steps"),
         ("learner", {"schedule": "cosine"}, "learner.schedule"),
-        ("learner", {"lora": {"alpha": 8}}, "learner.lora.alpha"),
     ],
 )
 def test_a_contradiction_names_its_key(minimal: dict[str, Any], section: str, keys: dict[str, Any], where: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import combinations
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import yaml
 
-from gspo.common.config.fields import Section, owners_of
+from gspo.common.config.fields import Owner, Section, owners_of
 from gspo.common.config.loading import parse_config, read_config, write_config
 from gspo.common.config.reward import EnvironmentConfig, RewardFunction
 from gspo.common.config.schema import Config
@@ -23,25 +24,69 @@ MINIMAL: dict[str, Any] = {
     "reward": {"functions": [{"url": "http://a:1"}]},
     "run": {"total_steps": 3},
 }
-# Values of other kinds than a section's first: without them its keys would have their owner, or none at all.
+SERVER, FUNCTION, TOOLS = (
+    {"environment.url": "http://b:1"},
+    "reward.functions.0",
+    {"environment.mcp": {"url": "http://b:1"}},
+)
+AGENT = {"agent.external": True, "gateway.replicas": 1}
+# Values beside a key, with which it has no owner: without them it would have one, or its section none.
 BESIDE: dict[str, dict[str, Any]] = {
-    "algorithm.gamma": {"adv_estimator": "rloo"},
-    "algorithm.ratio_of": {"preset": "grpo"},
-    "algorithm.pg_clip_reference_length": {"objective": "cispo"},
-    "environment.entry": {"url": "http://b:1"},
-    "environment.memory_mb": {"url": "http://b:1"},
-    "environment.mcp.reads": {"url": "http://b:1"},
-    "environment.mcp.memory_mb": {"url": "http://b:1"},
-    "environment.weight": {"mcp": {"url": "http://a:1"}},
-    "environment.step_timeout_s": {"mcp": {"url": "http://a:1"}},
-    "environment.reads": {"url": "http://b:1"},
-    "reward.functions.0.entry": {"builtin": "exact_match"},
-    "reward.functions.0.version": {"builtin": "exact_match"},
-    "teacher.trust_remote_code": {"address": "http://a:1", "model": "t"},
-    "teacher.allow_pickle": {"address": "http://a:1", "model": "t"},
+    "algorithm.gamma": {"algorithm.adv_estimator": "rloo"},
+    "algorithm.ratio_of": {"algorithm.preset": "grpo"},
+    "algorithm.pg_clip_reference_length": {"algorithm.objective": "cispo"},
+    "environment.entry": SERVER,
+    "environment.reads": SERVER,
+    "environment.memory_mb": SERVER,
+    "environment.long_turn": SERVER,
+    "environment.mcp.reads": {"environment.mcp.url": "http://b:1"},
+    "environment.mcp.memory_mb": {"environment.mcp.url": "http://b:1"},
+    "environment.weight": TOOLS,
+    "environment.tools": TOOLS,
+    "environment.step_timeout_s": TOOLS,
+    f"{FUNCTION}.entry": {f"{FUNCTION}.builtin": "exact_match"},
+    f"{FUNCTION}.version": {f"{FUNCTION}.builtin": "exact_match"},
+    "teacher.trust_remote_code": {"teacher.address": "http://a:1", "teacher.model": "t"},
+    "teacher.allow_pickle": {"teacher.address": "http://a:1", "teacher.model": "t"},
+    **{f"agent.{key}": AGENT for key in ("reads", "hosts", "workers", "memory_mb", "entry")},
+}
+OWN_VALUES: dict[str, Any] = {
+    "data.prompt_column": "q",
+    "data.answer_column": "a",
+    "data.types": {},
+    "data.chat_template_kwargs": {},
+    "reward.functions": [{"builtin": "exact_match"}],
+    "environment": {"path": "b"},
+    "sampling.stop": [],
+    "sampling.temperature": 0.5,
+}
+# The same, of keys that belong to other sections.
+BESIDE_SECTIONS: dict[str, dict[str, Any]] = {
+    "generation.segment_tokens": AGENT,
+    "learner.mismatch_every": {"staleness.max_lag": 0},
+    **{
+        key: {
+            "data.sources": [{"name": "s", "prompts": "p.jsonl", key.rpartition(".")[2]: value}],
+            "data.prompts": None,
+        }
+        for key, value in OWN_VALUES.items()
+    },
 }
 # Of keys that are off by default, in the order in which they are tried.
-ON: tuple[Any, ...] = (True, 3, 0.5, "a", "http://a:1", "0123456789", ["calculator"], ["a:443"], {"a": 1.0})
+ON: tuple[Any, ...] = (
+    *(True, 3, 0.5, "a", "end", "http://a:1", "0123456789", ["calculator"], ["a:443"], {"a": 1.0}),
+    *({"a": "text"}, {"path": "a"}, [{"path": "a"}]),
+)
+# A value of each key that says a kind.
+KIND_VALUES: dict[str, Any] = {
+    "external": True,
+    "command": ["a"],
+    "mcp": {"url": "http://a:1"},
+    "sources": [{"name": "s", "prompts": "p.jsonl"}],
+    **dict.fromkeys(("url", "address"), "http://a:1"),
+    **dict.fromkeys(("path", "prompts"), "a"),
+}
+OFF: tuple[Any, ...] = (None, False, (), {}, "")
 
 
 def sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
@@ -54,48 +99,73 @@ def sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type
                 yield from sections(kind, f"{path}.{part}" if path else part)
 
 
+# The sections but those of data.sources, which are as the ones that a source replaces.
+SECTIONS = {path: section for path, section in sections(Config) if not path.startswith("data.sources")}
+
+
 def owned_keys() -> Iterator[Any]:
-    """Yield the key, its default and the owners of every key that has some."""
-    for path, section in sections(Config):
-        if path.startswith("data.sources"):
-            continue  # as in the sections that a source replaces
-        for name, field in section.model_fields.items():
+    """Yield the key, its default, its owners and the values beside it, of every key that has owners."""
+    for path, section in SECTIONS.items():
+        for name in (*section.model_fields, *section.OWNED):
+            *parents, last = (f"{path}.{name}" if path else name).split(".")
             if owners := owners_of(section, name):
+                field = SECTIONS[".".join(parents)].model_fields[last]
                 default = field.get_default(call_default_factory=True, validated_data={})
-                yield pytest.param(f"{path}.{name}", default, [owner.text for owner in owners], id=f"{path}.{name}")
+                key = ".".join([*parents, last])
+                beside = (BESIDE_SECTIONS if name in section.OWNED else BESIDE).get(key, {})
+                yield pytest.param(key, default, owners, beside, id=f"{path}.{name}")
 
 
-def with_key(key: str, value: Any) -> dict[str, Any]:
-    """The minimal configuration with a key, and others beside it."""
-    path, _, name = key.rpartition(".")
-    keys = deepcopy(MINIMAL)
-    place: Any = keys
-    for part in path.split("."):
-        place = place[0] if part == "0" else place.setdefault(part, {})
-    if key in BESIDE:
-        place.clear()
-    place |= BESIDE.get(key, {}) | {name: value}
-    return keys
+def with_keys(keys: dict[str, Any], *, without: str = "") -> dict[str, Any]:
+    """The minimal configuration with other keys; `without` names a section whose keys are left out."""
+    config = deepcopy(MINIMAL)
+    for key, value in keys.items():
+        path, _, name = key.rpartition(".")
+        place: Any = config
+        for part in path.split(".") if path else ():
+            place = place[0] if part == "0" else place.setdefault(part, {})
+        if path and path == without:
+            place.clear()
+            without = ""
+        place[name] = value
+    return config
 
 
-@pytest.mark.parametrize(("key", "default", "owners"), owned_keys())
-def test_a_key_without_its_owner_is_refused(key: str, default: Any, owners: list[str]) -> None:
-    values = (default,) if default not in (None, False, (), {}, "") else ON
+@pytest.mark.parametrize(("key", "default", "owners", "beside"), owned_keys())
+def test_a_key_without_its_owner_is_refused(
+    key: str, default: Any, owners: tuple[Owner, ...], beside: dict[str, Any]
+) -> None:
+    without = key.rpartition(".")[0] if beside else ""
+    is_off = isinstance(default, Section) or default in OFF
     errors = []
-    for value in values:
+    for value in ON if is_off else (default,):
         with pytest.raises(InputError) as caught:
-            parse_config(with_key(key, value), Path("/base"))
+            parse_config(with_keys({key: value, **beside}, without=without), Path("/base"))
         errors.append(str(caught.value))
-    assert any(f"has no effect without {owner}" in error for owner in owners for error in errors), errors
-    if len(values) > 1:
-        assert parse_config(with_key(key, default), Path("/base")), "a value that is off is taken anywhere"
+    assert any(owner.rule in error for owner in owners for error in errors), errors
+    if is_off and not isinstance(default, Section):
+        config = parse_config(with_keys({key: default, **beside}, without=without), Path("/base"))
+        assert config, "a value that is off is taken anywhere"
+
+
+@pytest.mark.parametrize(
+    ("path", "first", "second"),
+    [(path, *pair) for path, section in SECTIONS.items() for pair in combinations(section.KINDS, 2)],
+)
+def test_a_section_is_of_one_kind(path: str, first: str, second: str) -> None:
+    values = KIND_VALUES | {"builtin": "tools" if path == "environment" else "exact_match"}
+    keys = with_keys({f"{path}.{second}": values[second], f"{path}.{first}": values[first]}, without=path)
+    with pytest.raises(InputError, match="and it is one of them") as caught:
+        parse_config(keys, Path("/base"))
+    assert (caught.value.where, caught.value.rule.split(",")[0]) == (f"{path}.{second}", f"stands beside {first}")
 
 
 def test_a_switch_that_is_written_as_off_keeps_its_keys() -> None:
-    """ROLL's own form."""
+    """ROLL's own form. Its key has no owner."""
     keys = deepcopy(MINIMAL) | {"algorithm": {"use_kl_loss": False, "kl_loss_coef": 0.1, "kl_kind": "k1"}}
-    algorithm = parse_config(keys, Path("/base")).algorithm
-    assert (algorithm.use_kl_loss, algorithm.kl_loss_coef) == (False, 0.1)
+    config = parse_config(keys, Path("/base"))
+    assert (config.algorithm.use_kl_loss, config.algorithm.kl_loss_coef) == (False, 0.1)
+    assert config.missing_owner("algorithm.kl_loss_coef") is not None
 
 
 STORED = sorted((Path(__file__).parent / "stored").glob("*.yaml"))

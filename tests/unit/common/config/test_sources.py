@@ -30,22 +30,30 @@ def read(sources: Any = (SUM, GUESS), **sections: Any) -> Config:
 
 
 def test_a_source_has_the_values_of_the_sections_unless_it_has_its_own() -> None:
-    own = {**SUM, "prompt_column": "question", "functions": [{"path": "r.py"}], "stop": ["\n"], "temperature": 0.7}
+    own = {
+        **SUM,
+        "prompt_column": "question",
+        "chat_template_kwargs": {"enable_thinking": True},
+        "functions": [{"path": "r.py"}],
+        "stop": ["\n"],
+        "temperature": 0.7,
+    }
     config = read([own, {"name": "b", "prompts": "b.jsonl"}], sampling={"stop": ["."]}, environment={"path": "env.py"})
     first, second = config.sources
     assert (first.name, first.prompts, first.weight, first.stop) == ("sum", (Path("/c/sum.jsonl"),), 3.0, ("\n",))
-    assert (first.prompt_column, first.column_key) == ("question", "data.sources.0.prompt_column")
+    assert (first.prompt_column, first.key("prompt_column")) == ("question", "data.sources.0.prompt_column")
     assert [key for key, _ in first.code()] == ["data.sources.0.functions.0", "environment"]
     assert [source.temperature for source in config.sources] == [0.7, 1.0]
+    assert [source.chat_template_kwargs for source in config.sources] == [{"enable_thinking": True}, {}]
     assert config.several_temperatures
-    assert (second.prompt_column, second.column_key, second.stop) == ("prompt", "data.prompt_column", (".",))
+    assert (second.prompt_column, second.key("prompt_column"), second.stop) == ("prompt", "data.prompt_column", (".",))
     assert [key for key, _ in second.code()] == ["reward.functions.0", "environment"]
-    assert [source.prompts_key for source in config.sources] == ["data.sources.0.prompts", "data.sources.1.prompts"]
+    assert [source.key("prompts") for source in config.sources] == ["data.sources.0.prompts", "data.sources.1.prompts"]
 
 
 def test_data_prompts_is_the_only_source_without_a_name() -> None:
     (only,) = read((), data={"prompts": "p.jsonl"}).sources
-    assert (only.name, only.prompts, only.prompts_key) == ("", (Path("/c/p.jsonl"),), "data.prompts")
+    assert (only.name, only.prompts, only.key("prompts")) == ("", (Path("/c/p.jsonl"),), "data.prompts")
     assert [key for key, _ in only.code()] == ["reward.functions.0"]
 
 
@@ -73,7 +81,7 @@ def test_an_empty_environment_is_none() -> None:
     ("sources", "sections", "message"),
     [
         ((), {}, r"data.prompts: is missing"),
-        ((SUM,), {"data": {"prompts": "p.jsonl"}}, r"data.prompts: stands beside sources"),
+        ((SUM,), {"data": {"prompts": "p.jsonl"}}, r"data.sources: stands beside prompts"),
         ((SUM, SUM), {}, r"data.sources.1.name: sum names two sources"),
         (({**SUM, "weight": 0},), {}, r"data.sources.0.weight: 0 is not allowed"),
         (({**SUM, "weight": -1},), {}, r"data.sources.0.weight: -1 is not allowed"),
@@ -88,10 +96,6 @@ def test_an_empty_environment_is_none() -> None:
             {"reward": {}},
             r"data.sources.1.functions.0.name: 'env' is the environment's name",
         ),
-        ((GUESS,), {}, r"reward.functions: has no effect: every source has its own functions"),
-        ((GUESS,), {"reward": {}, "environment": {"path": "e.py"}}, r"environment: has no effect"),
-        (({**SUM, "stop": []},), {"sampling": {"stop": ["."]}}, r"sampling.stop: has no effect"),
-        (({**SUM, "temperature": 0.7},), {"sampling": {"temperature": 0.5}}, r"sampling.temperature: has no effect"),
         (({**SUM, "temperature": 0},), {}, r"data.sources.0.temperature: 0 is not allowed"),
         (({**SUM, "temperature": 0.005},), {}, r"data.sources.0.temperature: 0.005 is not allowed.*0.01"),
         ((SUM,), {"sampling": {"temperature": 2.5}}, r"sampling.temperature: 2.5 is not allowed.*2"),
@@ -106,11 +110,8 @@ def test_an_empty_environment_is_none() -> None:
             {"agent": {"external": True}, "gateway": {"replicas": 1}},
             r"data.sources.1.stop: .* has no effect with an agent",
         ),
-        (({**SUM, "prompt_column": "q"},), {"data": {"prompt_column": "p"}}, r"data.prompt_column: has no effect"),
         (({**SUM, "prompts": []},), {}, r"data.sources.0.prompts: \[\] is neither a file nor a list of files"),
         (({**SUM, "types": {"a": "date"}},), {}, r"data.sources.0.types.*date is not allowed"),
-        (({**SUM, "types": {}},), {"data": {"types": {"a": "text"}}}, r"data.types: has no effect"),
-        (({**SUM, "answer_column": "a"},), {"data": {"answer_column": "b"}}, r"data.answer_column: has no effect"),
         (
             (SUM, GUESS),
             {"algorithm": {"adv_estimator": "reinforce", "reward_norm": "running"}},

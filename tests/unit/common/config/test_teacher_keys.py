@@ -32,7 +32,6 @@ SERVER = {"address": "http://teacher:8000", "model": "larger"}
 @pytest.mark.parametrize(
     ("teacher", "where", "rule"),
     [
-        ({**SERVER, "path": "larger"}, "teacher.address", "there is one teacher"),
         ({"address": "http://teacher:8000"}, "teacher.model", "a server that serves another model must not teach"),
         ({**SERVER, "address": "teacher:8000"}, "teacher.address", "is not allowed"),
         ({**SERVER, "address": "http://me:secret@teacher"}, "teacher.address", "holds a password"),
