@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gspo.view.log_query import LogQuery
-from gspo.view.viewed_run import ViewedRun
+from gspo.view.picture.viewed_run import ViewedRun
 
 # One for each of MAX_RUNS.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")

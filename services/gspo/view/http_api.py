@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode
@@ -26,11 +26,10 @@ from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.errors import InputError
 from gspo.view.clip_parts import AnswerClip, answer_clip, why_off
 from gspo.view.comparison import compared_curves, config_differences, shared_answers
-from gspo.view.function_api import add_functions
+from gspo.view.function_api import FunctionPages
 from gspo.view.function_versions import RunFunctions
 from gspo.view.log_query import PAGE_ROWS, SORTS, LogQuery, filter_of
-from gspo.view.open_tabs import MAX_STREAMS, OpenTabs
-from gspo.view.opening_api import add_opening
+from gspo.view.opening_api import MAX_STREAMS, Opening, OpenTabs
 from gspo.view.page_text import (
     COLOURS,
     LEGENDS,
@@ -41,12 +40,14 @@ from gspo.view.page_text import (
     token_decoder,
     visible,
 )
-from gspo.view.replays.replay_api import add_replays
-from gspo.view.trials.trial_api import add_trials
-from gspo.view.trials.trial_process import MAX_ROLLOUTS, STEPS, TrialProcess
-from gspo.view.viewed_run import Overview, ViewedRun
+from gspo.view.picture.viewed_run import ViewedRun
+from gspo.view.replay_api import ReplayPages
+from gspo.view.trial_process import TrialProcess
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_STYLES = ("style.css", "uplot/uPlot.min.css")
+_SCRIPTS = ("curves.js", "follow.js", "trial.js", "uplot/uPlot.iife.min.js")
+_FILES = dict.fromkeys(_STYLES, "text/css") | dict.fromkeys(_SCRIPTS, "text/javascript")
 _HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -54,9 +55,6 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-_FILES = {"style.css": "text/css"} | dict.fromkeys(("curves.js", "follow.js", "trial.js"), "text/javascript")
-_LIBRARY = _TEMPLATES / "uplot"
-_LIBRARY_FILES = {"uPlot.iife.min.js": "text/javascript", "uPlot.min.css": "text/css"}
 # A browser asks again by itself after the end of a stream.
 _POLL_S, _STREAM_S, _COMMENT_S = 1.0, 3600.0, 15.0
 _WHOLE = ("prompt", "text", "failure", "turns_json", "messages_json", "columns_json", "logged_json")
@@ -74,130 +72,202 @@ def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path], trial: T
     """
     run = runs[0]
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.middleware("http")(_with_headers)
     logs = [LogQuery(run.run_dir / "log", 1 / len(runs)) for run in runs]
-    log, page = logs[0], _renderer(run.name, len(runs))
-    _add_answers(app, page)
-    _add_files(app)
-    tabs = OpenTabs()
-    _add_overview(app, page, run.overview, tabs)
-    add_opening(app, tabs, run.name)
-    functions = RunFunctions(log, run.run_dir / "log")
-    trial_s = trial.timeout_s if trial else None
-    add_functions(app, page, functions, {"trial_s": trial_s, "steps": STEPS, "most": MAX_ROLLOUTS})
-    add_trials(app, page, functions, trial)
-    add_replays(app, page, run.run_dir)
+    page, tabs = Page(run.name, len(runs)), OpenTabs()
+    for kind in (HTTPException, ValueError, duckdb.Error, TimeoutError):
+        app.add_exception_handler(kind, page.refusal)
+    app.get("/{name}.{kind}")(_own_file)
+    app.get("/uplot/{name}")(_library_file)
+    RunPages(page, run, tabs).add_to(app)
+    Opening(app, tabs, run.name)
+    FunctionPages(page, RunFunctions(logs[0], run.run_dir / "log"), trial).add_to(app)
+    ReplayPages(page, run.run_dir).add_to(app)
     if len(runs) > 1:
-        _add_comparison(app, page, runs, logs)
-
-    _add_rollouts(app, page, run, log, tokenizer_folders)
+        ComparisonPages(page, runs, logs).add_to(app)
+    RolloutPages(page, run, logs[0], tokenizer_folders).add_to(app)
     return app
 
 
-def _add_rollouts(
-    app: FastAPI, page: Callable[..., HTMLResponse], run: ViewedRun, log: LogQuery, tokenizer_folders: list[Path]
-) -> None:
+class Page:
+    """Answers with a page of a template."""
+
+    def __init__(self, run_name: str, num_runs: int) -> None:
+        self._environment = Environment(
+            loader=FileSystemLoader(_TEMPLATES),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._environment.filters.update(
+            visible=visible,
+            parts=lambda text: json.loads(text or "[]"),
+            cut=lambda text: visible(text[:MAX_CHARS]),
+            figure=lambda value: "none" if value is None else f"{value:.4g}",
+        )
+        self._environment.globals.update(
+            run_name=run_name, num_runs=num_runs, legends=LEGENDS, max_chars=MAX_CHARS, max_tokens=MAX_TOKENS
+        )
+
+    def __call__(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+        return HTMLResponse(self._environment.get_template(template).render(**values), status)
+
+    def refusal(self, _request: Request, error: Exception) -> HTMLResponse:
+        """The page about an error."""
+        match error:
+            case HTTPException():
+                return self("error.html", error.status_code, message=error.detail)
+            case duckdb.Error():
+                text = f"the log cannot be read now; load the page again ({str(error)[:300]})"
+                return self("error.html", 503, message=text)
+            case TimeoutError():
+                return self("error.html", 503, message=str(error))
+        return self("error.html", 400, message=str(error))
+
+
+async def _with_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    answer = await call_next(request)
+    answer.headers.update(_HEADERS)
+    return answer
+
+
+def _own_file(name: str, kind: str) -> FileResponse:
+    """The style sheet, and the scripts."""
+    return _file(f"{name}.{kind}")
+
+
+def _library_file(name: str) -> FileResponse:
+    """A file of the library that draws."""
+    return _file(f"uplot/{name}")
+
+
+def _file(name: str) -> FileResponse:
+    if name not in _FILES:
+        raise HTTPException(404, "the page has no such file")
+    return FileResponse(_TEMPLATES / name, media_type=_FILES[name])
+
+
+class RunPages:
+    """The first page, its curves, and a stream with a line for each change of the log."""
+
+    def __init__(self, page: Page, run: ViewedRun, tabs: OpenTabs) -> None:
+        self._page, self._run, self._tabs = page, run, tabs
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes."""
+        app.get("/")(self.run_page)
+        app.get("/api/curves")(self.curves)
+        app.get("/api/changes")(self.changes)
+
+    def run_page(self) -> HTMLResponse:
+        """The facts of the run."""
+        return self._page("run.html", **self._run.overview.facts())
+
+    def curves(self) -> JSONResponse:
+        """Its curves."""
+        return JSONResponse(self._run.overview.curves())
+
+    async def changes(self) -> StreamingResponse:
+        """The stream."""
+        if self._tabs.num_streams >= MAX_STREAMS:
+            raise HTTPException(503, f"{MAX_STREAMS} browsers follow this page already; close tabs and load it again")
+        return StreamingResponse(_changes(self._run, self._tabs), media_type="text/event-stream")
+
+
+class RolloutPages:
     """The table of rollouts, a group, a rollout, and each of its texts whole."""
 
-    @cache
-    def decoder() -> Callable[[int], str] | None:
-        return token_decoder(tokenizer_folders)
+    def __init__(self, page: Page, run: ViewedRun, log: LogQuery, tokenizer_folders: list[Path]) -> None:
+        self._page, self._run, self._log, self._folders = page, run, log, tokenizer_folders
 
-    @app.get("/rollouts")
-    def rollouts(request: Request) -> HTMLResponse:
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes."""
+        app.get("/rollouts")(self.rollouts)
+        app.get("/steps/{step}/groups/{group}")(self.group)
+        app.get("/steps/{step}/groups/{group}/{number}")(self.rollout)
+        app.get("/steps/{step}/groups/{group}/{number}/{column}")(self.whole_text)
+
+    @cached_property
+    def _decoder(self) -> Callable[[int], str] | None:
+        return token_decoder(self._folders)
+
+    def rollouts(self, request: Request) -> HTMLResponse:
+        """The table, by the query's filters."""
         query = dict(request.query_params)
         chosen = filter_of(query)
-        total, rows = log.rollouts(chosen)
-        values = {"query": query, "chosen": chosen, "link": _link_maker(query), "unreadable": log.unreadable()}
-        return page("rollouts.html", rows=rows, total=total, size=PAGE_ROWS, **values)
+        total, rows = self._log.rollouts(chosen)
+        return self._page(
+            "rollouts.html", rows=rows, total=total, size=PAGE_ROWS, link=partial(_link, query), query=query,
+            chosen=chosen, sorts=SORTS, unreadable=self._log.unreadable(),
+        )  # fmt: skip
 
-    @app.get("/steps/{step}/groups/{group}")
-    def group_page(step: Place, group: GroupId) -> HTMLResponse:
-        rows = log.group(step, group)
+    def group(self, step: Place, group: GroupId) -> HTMLResponse:
+        """A prompt with its answers."""
+        rows = self._log.group(step, group)
         if not rows:
             raise HTTPException(404, f"the log has no group {group} in step {step}")
-        return page("group.html", rows=rows, step=step, group=group, clips=_clips(run, log, step, group))
+        clips = _clips(self._run, self._log, step, group)
+        return self._page("group.html", rows=rows, step=step, group=group, clips=clips)
 
-    @app.get("/steps/{step}/groups/{group}/{number}")
-    def rollout_page(
-        step: Place, group: GroupId, number: Place, colour: str = "logp", start: Annotated[int, Query(ge=0)] = 0
-    ) -> HTMLResponse:
-        row = _existing(log.rollout(step, group, number))
+    def rollout(
+        self, step: Place, group: GroupId, number: Place, colour: str = "logp",
+        start: Annotated[int, Query(ge=0)] = 0,
+    ) -> HTMLResponse:  # fmt: skip
+        """A rollout with its tokens, in a colour."""
+        row = self._existing(step, group, number)
         colours = COLOURS + (RECORDED_COLOURS if row.get("learner_logp") else ())
         if colour in RECORDED_COLOURS and colour not in colours:
             raise HTTPException(404, f"step {step} has no token records: set learner.token_records, or replay it so")
         if colour not in colours:
             raise HTTPException(400, f"colour must be one of {', '.join(colours)}")
-        tokens = coloured_tokens(row, colour, start, decoder())
+        tokens = coloured_tokens(row, colour, start, self._decoder)
         chat = _pretty(row.get("turns_json"))
         parts = json.loads(row["parts_json"] or "[]")
-        return page(
+        return self._page(
             "rollout.html", row=row, tokens=tokens, colour=colour, colours=colours, start=start, chat=chat, parts=parts,
-            times=_times(row), decoded=decoder() is not None,
+            times=_times(row), decoded=self._decoder is not None,
         )  # fmt: skip
 
-    @app.get("/steps/{step}/groups/{group}/{number}/{column}")
-    def whole_text(step: Place, group: GroupId, number: Place, column: str) -> PlainTextResponse:
-        row = _existing(log.rollout(step, group, number))
+    def whole_text(self, step: Place, group: GroupId, number: Place, column: str) -> PlainTextResponse:
+        """A text of a rollout."""
+        row = self._existing(step, group, number)
         if column not in _WHOLE:
             raise HTTPException(404, f"give one of {', '.join(_WHOLE)}")
         return PlainTextResponse(visible(row.get(column) or ""))
 
-
-def _add_files(app: FastAPI) -> None:
-    """The style sheet, the script, and the library that draws."""
-
-    @app.get("/{name}.{kind}")
-    def own_file(name: str, kind: str) -> FileResponse:
-        return _file(_TEMPLATES, f"{name}.{kind}", _FILES)
-
-    @app.get("/uplot/{name}")
-    def library_file(name: str) -> FileResponse:
-        return _file(_LIBRARY, name, _LIBRARY_FILES)
+    def _existing(self, step: int, group: int, number: int) -> dict[str, Any]:
+        row = self._log.rollout(step, group, number)
+        if row is None:
+            raise HTTPException(404, "the log has no such rollout")
+        return row
 
 
-def _file(folder: Path, name: str, known: dict[str, str]) -> FileResponse:
-    if name not in known:
-        raise HTTPException(404, "the page has no such file")
-    return FileResponse(folder / name, media_type=known[name])
-
-
-def _add_overview(app: FastAPI, page: Callable[..., HTMLResponse], overview: Overview, tabs: OpenTabs) -> None:
-    """The first page, its curves, and a stream with a line for each change of the log."""
-
-    @app.get("/")
-    def run_page() -> HTMLResponse:
-        return page("run.html", **overview.facts())
-
-    @app.get("/api/curves")
-    def curves() -> JSONResponse:
-        return JSONResponse(overview.curves())
-
-    @app.get("/api/changes")
-    async def changes() -> StreamingResponse:
-        if tabs.num_streams >= MAX_STREAMS:
-            raise HTTPException(503, f"{MAX_STREAMS} browsers follow this page already; close tabs and load it again")
-        return StreamingResponse(_changes(overview, tabs), media_type="text/event-stream")
-
-
-def _add_comparison(
-    app: FastAPI, page: Callable[..., HTMLResponse], runs: Sequence[ViewedRun], logs: Sequence[LogQuery]
-) -> None:
+class ComparisonPages:
     """The page that compares runs, and its curves."""
 
-    @app.get("/compare")
-    def compare(q: str = "") -> HTMLResponse:
-        values = {"differences": config_differences(runs), "prompts": shared_answers(logs, q)}
-        return page("compare.html", runs=runs, q=q, **values)
+    def __init__(self, page: Page, runs: Sequence[ViewedRun], logs: Sequence[LogQuery]) -> None:
+        self._page, self._runs, self._logs = page, runs, logs
 
-    @app.get("/api/comparison")
-    def comparison() -> JSONResponse:
-        return JSONResponse(compared_curves(runs))
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes."""
+        app.get("/compare")(self.compare)
+        app.get("/api/comparison")(self.curves)
+
+    def compare(self, q: str = "") -> HTMLResponse:
+        """The differing keys, and answers to prompts with a text."""
+        differences, prompts = config_differences(self._runs), shared_answers(self._logs, q)
+        return self._page("compare.html", runs=self._runs, q=q, differences=differences, prompts=prompts)
+
+    def curves(self) -> JSONResponse:
+        """Curves with a line for each run."""
+        return JSONResponse(compared_curves(self._runs))
 
 
-async def _changes(overview: Overview, tabs: OpenTabs) -> AsyncIterator[str]:
+async def _changes(run: ViewedRun, tabs: OpenTabs) -> AsyncIterator[str]:
     """Server-sent events: changes of the log, opened views; a comment so that a lost connection is noticed."""
     loop = asyncio.get_running_loop()
-    end, state, sent = loop.time() + _STREAM_S, overview.state(), loop.time()
+    end, state, sent = loop.time() + _STREAM_S, run.overview.state(), loop.time()
     yield ": follows the log\n\n"
     with tabs.listening() as views:
         while loop.time() < end:
@@ -207,7 +277,7 @@ async def _changes(overview: Overview, tabs: OpenTabs) -> AsyncIterator[str]:
                     view = await views.get()
             if view:
                 yield f"event: view\ndata: {view}\n\n"
-            changed = state != (state := overview.state())
+            changed = state != (state := run.overview.state())
             if changed or loop.time() > sent + _COMMENT_S:
                 sent = loop.time()
                 yield "data: changed\n\n" if changed else ": nothing new\n\n"
@@ -223,68 +293,8 @@ def _clips(run: ViewedRun, log: LogQuery, step: int, group: int) -> dict[int, An
     return {number: why_off(algorithm, row) or answer_clip(algorithm, row) for number, row in rows.items()}
 
 
-def _existing(row: dict[str, Any] | None) -> dict[str, Any]:
-    if row is None:
-        raise HTTPException(404, "the log has no such rollout")
-    return row
-
-
-def _add_answers(app: FastAPI, page: Callable[..., HTMLResponse]) -> None:
-    """Headers of every answer, and pages for errors."""
-
-    @app.middleware("http")
-    async def add_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
-        answer = await call_next(request)
-        answer.headers.update(_HEADERS)
-        return answer
-
-    @app.exception_handler(HTTPException)
-    def refused(_request: Request, error: HTTPException) -> HTMLResponse:
-        return page("error.html", status=error.status_code, message=error.detail)
-
-    @app.exception_handler(ValueError)
-    def bad_value(_request: Request, error: ValueError) -> HTMLResponse:
-        return page("error.html", status=400, message=str(error))
-
-    @app.exception_handler(duckdb.Error)
-    def unreadable(_request: Request, error: duckdb.Error) -> HTMLResponse:
-        text = f"the log cannot be read now; load the page again ({str(error)[:300]})"
-        return page("error.html", status=503, message=text)
-
-    @app.exception_handler(TimeoutError)
-    def busy(_request: Request, error: TimeoutError) -> HTMLResponse:
-        return page("error.html", status=503, message=str(error))
-
-
-def _renderer(name: str, num_runs: int) -> Callable[..., HTMLResponse]:
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        visible=visible,
-        parts=lambda text: json.loads(text or "[]"),
-        cut=lambda text: visible(text[:MAX_CHARS]),
-        figure=lambda value: "none" if value is None else f"{value:.4g}",
-    )
-    environment.globals.update(
-        run_name=name, num_runs=num_runs, sorts=list(SORTS), legends=LEGENDS, max_chars=MAX_CHARS, max_tokens=MAX_TOKENS
-    )
-
-    def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
-        return HTMLResponse(environment.get_template(template).render(**values), status)
-
-    return page
-
-
-def _link_maker(query: dict[str, str]) -> Callable[..., str]:
-    def link(**changes: Any) -> str:
-        return "/rollouts?" + urlencode({name: value for name, value in (query | changes).items() if value != ""})
-
-    return link
+def _link(query: dict[str, str], **changes: Any) -> str:
+    return "/rollouts?" + urlencode({name: value for name, value in (query | changes).items() if value != ""})
 
 
 def _pretty(turns_json: str | None) -> str:

@@ -1,8 +1,14 @@
-"""`POST /api/view`: a script points a reader at a view, which every open tab then shows, with a way back."""
+"""`POST /api/view`: a script points a reader at a view, which every open tab then shows, with a way back.
+
+The server knows the readers' tabs by their streams: each browser has one of server-sent events.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import get_type_hints
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
@@ -12,8 +18,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.routing import Match, Route
 
-from gspo.view.open_tabs import OpenTabs
-
+# Streams at a time. A browser opens one for all of its tabs where it can.
+MAX_STREAMS = 64
+_WAITING_VIEWS = 16
 # Name of a view -> its path; further parameters go behind `?`.
 VIEWS = {
     "run": "/",
@@ -47,16 +54,55 @@ class _ViewRefusedError(Exception):
         self.status = status
 
 
-def add_opening(app: FastAPI, tabs: OpenTabs, run_name: str) -> None:
-    """Add the call."""
+class OpenTabs:
+    """Hands each opened view to every stream; of one event loop."""
 
-    @app.post("/api/view")
-    async def open_view(body: ViewBody) -> JSONResponse:
+    def __init__(self) -> None:
+        self._queues: set[asyncio.Queue[str]] = set()
+
+    @property
+    def num_streams(self) -> int:
+        """Browsers that listen."""
+        return len(self._queues)
+
+    @contextmanager
+    def listening(self) -> Iterator[asyncio.Queue[str]]:
+        """A queue of the views that are opened during the block, as JSON."""
+        queue: asyncio.Queue[str] = asyncio.Queue(_WAITING_VIEWS)
+        self._queues.add(queue)
         try:
-            if body.run not in (None, run_name):
-                raise _ViewRefusedError(409, f"this page is of the run {run_name}, not of {body.run}")
-            path = await _checked(app, _path_of(body))
-            num = tabs.open(json.dumps({"path": path, "note": body.note}))
+            yield queue
+        finally:
+            self._queues.discard(queue)
+
+    def open(self, view_json: str) -> int:
+        """Send a view to every stream; the number of them that took it."""
+        num_taken = 0
+        for queue in self._queues:
+            if not queue.full():
+                queue.put_nowait(view_json)
+                num_taken += 1
+        return num_taken
+
+
+class Opening:
+    """Opens views of a page in its readers' tabs.
+
+    Args:
+        app: The page.
+    """
+
+    def __init__(self, app: FastAPI, tabs: OpenTabs, run_name: str) -> None:
+        self._app, self._tabs, self._run_name = app, tabs, run_name
+        app.post("/api/view")(self.open_view)
+
+    async def open_view(self, body: ViewBody) -> JSONResponse:
+        """Show a view, or say why not."""
+        try:
+            if body.run not in (None, self._run_name):
+                raise _ViewRefusedError(409, f"this page is of the run {self._run_name}, not of {body.run}")
+            path = await _checked(self._app, _path_of(body))
+            num = self._tabs.open(json.dumps({"path": path, "note": body.note}))
             if not num:
                 raise _ViewRefusedError(409, "no tab of this page is open; open one, then call again")
         except _ViewRefusedError as refused:

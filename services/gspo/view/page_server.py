@@ -14,8 +14,8 @@ from gspo.common.errors import InputError
 from gspo.common.network.http_server import ASGIApp, HttpServer
 from gspo.common.tasks import cancel_all
 from gspo.view.http_api import make_page
-from gspo.view.trials.trial_process import TrialProcess
-from gspo.view.viewed_run import ViewedRun
+from gspo.view.picture.viewed_run import ViewedRun
+from gspo.view.trial_process import TrialProcess
 
 # Training comes before readers.
 _NICENESS = 10

@@ -298,7 +298,7 @@ def _routes() -> list[tuple[str, re.Pattern[str]]]:
     for path in (ROOT / "services/gspo").rglob("*.py"):
         source = text_of(path)
         prefix = (re.findall(r'APIRouter\(prefix="([^"]+)"', source) or [""])[0]
-        declared = re.findall(r'@\w+\.(get|post|put|delete)\(\s*"([^"]*)"', source)
+        declared = re.findall(r'(?:@\w+|\bapp)\.(get|post|put|delete)\(\s*"([^"]*)"', source)
         added = re.findall(r'\badd\("([A-Z]+)", "([^"]*)"', source) if prefix else []
         for method, route in [*declared, *((method.lower(), route) for method, route in added)]:
             pattern = re.sub(r"\\{[^}]*\\}", "[^/]+", re.escape(prefix + route))

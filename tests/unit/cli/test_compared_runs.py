@@ -14,7 +14,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.learner.storage.run_directory import RunDir
 from gspo.view.http_api import make_page
-from gspo.view.viewed_run import MAX_RUNS
+from gspo.view.picture.viewed_run import MAX_RUNS
 from tests.unit.cli.test_report import evaluate, row, train
 
 

@@ -21,7 +21,7 @@ from gspo.learner.storage.run_directory import RunDir
 from gspo.runlog.pushes import PushRecord
 from gspo.runlog.token_ledger import LedgerRecord
 from gspo.view.http_api import make_page
-from gspo.view.viewed_run import ViewedRun
+from gspo.view.picture.viewed_run import ViewedRun
 from tests.unit.cli.test_report import evaluate, train
 
 _DEADLINE_S = 20

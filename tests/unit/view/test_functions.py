@@ -17,7 +17,7 @@ from gspo.runlog.step_files import step_file
 from gspo.view.function_versions import DifferenceLine, RunFunctions, difference_of, function_curves
 from gspo.view.http_api import make_page
 from gspo.view.log_query import LogQuery
-from gspo.view.viewed_run import ViewedRun
+from gspo.view.picture.viewed_run import ViewedRun
 from tests.unit.learner.conftest import MakeScored
 
 HOSTILE = "<script>alert(1)</script>\u202e\x1b[31m"

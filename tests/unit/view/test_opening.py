@@ -18,8 +18,8 @@ from gspo.common.network.http_server import HttpGuard
 from gspo.learner.assembly.rows import row_from_scored
 from gspo.learner.storage.step_log import StepLog
 from gspo.view.http_api import make_page
-from gspo.view.open_tabs import MAX_STREAMS, OpenTabs
-from gspo.view.viewed_run import ViewedRun
+from gspo.view.opening_api import MAX_STREAMS, OpenTabs
+from gspo.view.picture.viewed_run import ViewedRun
 from tests.unit.learner.conftest import MakeScored
 
 HOSTILE = "<script>alert(1)</script>"

@@ -13,8 +13,8 @@ from gspo.cli.replay.replay_folder import REPLAYS as REPLAYS_FOLDER
 from gspo.cli.replay.replayed_steps import RESULT_NAME as RESULT_FILE
 from gspo.cli.report.overview import RunOverview
 from gspo.view.http_api import make_page
-from gspo.view.replays.replay_results import REPLAYS, RESULT_NAME
-from gspo.view.viewed_run import ViewedRun
+from gspo.view.picture.replay_results import REPLAYS, RESULT_NAME
+from gspo.view.picture.viewed_run import ViewedRun
 
 
 def value(recorded: Any, replayed: Any, *, equal: bool | None) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from gspo.cli.report.overview import RunOverview
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.network.http_server import HttpGuard
 from gspo.view.http_api import make_page
-from gspo.view.trials.trial_process import TrialError, TrialProcess
-from gspo.view.viewed_run import ViewedRun
+from gspo.view.picture.viewed_run import ViewedRun
+from gspo.view.trial_process import TrialError, TrialProcess
 from tests.integration.reward.test_log_trial import VERSION, run_dir
 
 __all__ = ["run_dir"]
@@ -108,7 +108,7 @@ async def test_one_runs_at_a_time_and_none_outlives_its_deadline(
         stopped.append(group)
         end(group, number)
 
-    monkeypatch.setattr("gspo.view.trials.trial_process.os.killpg", kill)
+    monkeypatch.setattr("gspo.view.trial_process.os.killpg", kill)
     trial = TrialProcess(run_dir, timeout_s=0.1)
     first = asyncio.create_task(trial.tried(VERSION, "sums"))
     await asyncio.sleep(0)

@@ -19,7 +19,7 @@ from gspo.learner.storage.step_log import StepLog
 from gspo.view.http_api import make_page
 from gspo.view.log_query import LogQuery, filter_of
 from gspo.view.page_text import coloured_tokens, visible
-from gspo.view.viewed_run import ViewedRun
+from gspo.view.picture.viewed_run import ViewedRun
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.learner.conftest import MakeScored

@@ -23,7 +23,7 @@ from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.errors import InputError
 from gspo.common.telemetry.step_time import shares
 from gspo.runlog.run_log import SUMMARY_NAME
-from gspo.view.viewed_run import MAX_RUNS, ViewedRun
+from gspo.view.picture.viewed_run import MAX_RUNS, ViewedRun
 
 # The curves of the page, by the names of the report's plots.
 CURVES = (

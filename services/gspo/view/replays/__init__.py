@@ -1,1 +1,0 @@
-"""The results of `gspo replay` on the page of a run."""
