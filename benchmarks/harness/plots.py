@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from gspo.cli.report.panels import STYLE
+from gspo.view.picture.panels import STYLE
 
 WIDTH, _DPI = 7.2, 150
 

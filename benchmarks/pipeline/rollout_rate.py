@@ -25,11 +25,11 @@ from benchmarks.harness.tables import table
 from benchmarks.harness.workload import make_model, write_config
 from benchmarks.simulated.run import simulated
 from benchmarks.simulated.settings import Settings
-from gspo.cli.report.panels import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
 from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.keys import SERVICES
+from gspo.view.picture.panels import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 
 TOKENS = 1000

@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gspo.cli.report.writer import write_report
 from gspo.common.config.loading import ENVIRONMENT_NAME
 from gspo.learner.assembly.rows import row_from_scored
+from gspo.view.picture.page import write_report
 from tests.browser.function_run import NEW, OLD, page_process, write_function_log
 from tests.browser.tab import WAIT_S, Tab, open_tab
 from tests.support.service_process import make_run

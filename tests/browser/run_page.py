@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from gspo.cli.report.writer import write_report
 from gspo.common.config.loading import ENVIRONMENT_NAME
 from gspo.learner.storage.run_directory import RunDir
+from gspo.view.picture.page import write_report
 from tests.browser.tab import open_tab
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
-from tests.unit.cli.test_report import evaluate, train
+from tests.unit.view.test_report import evaluate, train
 
 _START_S = 60
 _VIEWS = {"light": (1400, False), "dark": (1400, True), "narrow": (420, False)}

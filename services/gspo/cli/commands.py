@@ -195,7 +195,7 @@ def report(run_dir: RunDir) -> None:
     from gspo.cli.rundir.start import check_run_dir
 
     check_run_dir(run_dir)
-    from gspo.cli.report.writer import write_report  # after the check: plotting takes a second to import
+    from gspo.view.picture.page import write_report  # after the check: plotting takes a second to import
 
     write_report(run_dir)
     Console().print(f"{run_dir / 'report.html'}", highlight=False)
@@ -217,13 +217,12 @@ def view(
 
     Example: [bold]gspo view runs/my-run --open /steps/10/groups/83 --note "all four fail alike"[/]
     """
-    from gspo.cli.report.overview import viewed_runs
-
     if open_path is not None:
         from gspo.cli.monitor.page_call import open_view
 
         Console().print(open_view(run_dirs[0], port, open_path, note), highlight=False, soft_wrap=True)
         return
+    from gspo.cli.monitor.viewed_runs import viewed_runs
     from gspo.view.page_server import serve_page, serve_socket
 
     if socket is not None:

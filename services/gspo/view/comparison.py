@@ -8,8 +8,9 @@ from typing import Any
 from gspo.view.log_query import LogQuery
 from gspo.view.picture.viewed_run import ViewedRun
 
-# One for each of MAX_RUNS.
+# One for each run.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+MAX_RUNS = len(_COLOURS)
 _NUM_PROMPTS, _NUM_ANSWERS = 5, 2
 # Beside the first line of each curve: the results that can be compared best.
 _HELD_OUT = "sampled_mean"
@@ -17,7 +18,7 @@ _HELD_OUT = "sampled_mean"
 
 def compared_curves(runs: Sequence[ViewedRun]) -> list[dict[str, Any]]:
     """The curves of any run, each with one line a run; held-out results have a curve of their own."""
-    by_run = [{curve["name"]: curve for curve in _split(run.overview.curves())} for run in runs]
+    by_run = [{curve["name"]: curve for curve in _split(run.curves())} for run in runs]
     names = list(dict.fromkeys(name for curves in by_run for name in curves))
     return [_over_each_other(name, runs, by_run) for name in names]
 
@@ -53,7 +54,7 @@ def _over_each_other(
 
 def config_differences(runs: Sequence[ViewedRun]) -> list[tuple[str, list[str]]]:
     """Each key that is not equal in all runs, with its values; `absent` where a run has no such key."""
-    keys = [run.overview.keys() for run in runs]
+    keys = [run.keys() for run in runs]
     names = sorted({name for of_one in keys for name in of_one})
     values = ((name, [of_one.get(name, "absent") for of_one in keys]) for name in names)
     return [(name, of_runs) for name, of_runs in values if len(set(of_runs)) > 1]

@@ -162,11 +162,11 @@ class RunPages:
 
     def run_page(self) -> HTMLResponse:
         """The facts of the run."""
-        return self._page("run.html", **self._run.overview.facts())
+        return self._page("run.html", **self._run.facts())
 
     def curves(self) -> JSONResponse:
         """Its curves."""
-        return JSONResponse(self._run.overview.curves())
+        return JSONResponse(self._run.curves())
 
     async def changes(self) -> StreamingResponse:
         """The stream."""
@@ -267,7 +267,7 @@ class ComparisonPages:
 async def _changes(run: ViewedRun, tabs: OpenTabs) -> AsyncIterator[str]:
     """Server-sent events: changes of the log, opened views; a comment so that a lost connection is noticed."""
     loop = asyncio.get_running_loop()
-    end, state, sent = loop.time() + _STREAM_S, run.overview.state(), loop.time()
+    end, state, sent = loop.time() + _STREAM_S, run.state(), loop.time()
     yield ": follows the log\n\n"
     with tabs.listening() as views:
         while loop.time() < end:
@@ -277,7 +277,7 @@ async def _changes(run: ViewedRun, tabs: OpenTabs) -> AsyncIterator[str]:
                     view = await views.get()
             if view:
                 yield f"event: view\ndata: {view}\n\n"
-            changed = state != (state := run.overview.state())
+            changed = state != (state := run.state())
             if changed or loop.time() > sent + _COMMENT_S:
                 sent = loop.time()
                 yield "data: changed\n\n" if changed else ": nothing new\n\n"

@@ -42,7 +42,7 @@ def fake_report(run_dir: Path, **_facts: Any) -> dict[str, Any]:
 session.service_programs = fake_programs  # type: ignore[attr-defined]
 preflight.check_command = fake_check
 training.run_services = functools.partial(training.run_services, services=tuple(os.environ["FAKE_SERVICES"].split()))
-report = ModuleType("gspo.cli.report.writer")
+report = ModuleType("gspo.view.picture.page")
 report.write_report = fake_report  # type: ignore[attr-defined]
 sys.modules[report.__name__] = report
 main()

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from gspo.cli.report.overview import viewed_runs
+from gspo.cli.monitor.viewed_runs import viewed_runs
 from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, write_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.learner.storage.run_directory import RunDir
+from gspo.view.comparison import MAX_RUNS
 from gspo.view.http_api import make_page
-from gspo.view.picture.viewed_run import MAX_RUNS
-from tests.unit.cli.test_report import evaluate, row, train
+from tests.unit.view.test_report import evaluate, row, train
 
 
 def make_run_dir(config: Config, folder: Path, num_steps: int, reward: float) -> Path:

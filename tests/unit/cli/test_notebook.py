@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 
-from tests.unit.cli.test_report import ended, path
+from tests.unit.view.test_report import ended, path
 
 __all__ = ["ended", "path"]
 ROOT = Path(__file__).parents[3]

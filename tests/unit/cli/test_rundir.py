@@ -12,9 +12,6 @@ import yaml
 from typer.testing import CliRunner
 
 from gspo.cli.commands import app
-from gspo.cli.report.history import RunHistory
-from gspo.cli.report.summary import notes
-from gspo.cli.report.writer import write_report
 from gspo.cli.rundir.start import (
     RunStart,
     decide_start,
@@ -26,7 +23,10 @@ from gspo.cli.rundir.start import (
     write_supervisor_facts,
 )
 from gspo.common.errors import InputError
+from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import RunLog
+from gspo.view.picture.page import write_report
+from gspo.view.picture.summary import notes
 
 
 def write(path: Path, raw_config: dict[str, Any]) -> Path:

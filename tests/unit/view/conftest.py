@@ -1,5 +1,6 @@
-"""Rollouts for a step log."""
+"""Rollouts for a step log, and a configuration that reads well."""
 
+from tests.unit.cli.conftest import config, raw_config
 from tests.unit.learner.conftest import scored
 
-__all__ = ["scored"]
+__all__ = ["config", "raw_config", "scored"]

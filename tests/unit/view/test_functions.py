@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from gspo.cli.report.overview import RunOverview
 from gspo.learner.assembly.rows import row_from_scored
 from gspo.learner.storage.step_log import StepLog
 from gspo.runlog.function_files import FunctionCalls, FunctionSource, write_calls, write_source
@@ -65,7 +64,7 @@ def functions(run_dir: Path) -> RunFunctions:
 
 @pytest.fixture
 def client(run_dir: Path) -> TestClient:
-    page = make_page([ViewedRun("small", run_dir, RunOverview(run_dir))], [])
+    page = make_page([ViewedRun("small", run_dir)], [])
     return TestClient(page, base_url="http://127.0.0.1:8090", raise_server_exceptions=True)
 
 

@@ -13,7 +13,6 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from gspo.cli.report.overview import RunOverview
 from gspo.common.network.http_server import HttpGuard
 from gspo.learner.assembly.rows import row_from_scored
 from gspo.learner.storage.step_log import StepLog
@@ -42,7 +41,7 @@ def tabs(monkeypatch: pytest.MonkeyPatch) -> OpenTabs:
 
 @pytest.fixture
 def client(run_dir: Path, tabs: OpenTabs) -> TestClient:
-    page = make_page([ViewedRun("small", run_dir, RunOverview(run_dir))], [])
+    page = make_page([ViewedRun("small", run_dir)], [])
     return TestClient(HttpGuard(page), base_url="http://127.0.0.1:8090")
 
 
@@ -121,7 +120,7 @@ def test_a_page_of_another_origin_opens_nothing(client: TestClient, tabs: OpenTa
 
 
 async def test_the_stream_sends_an_opened_view(run_dir: Path, tabs: OpenTabs) -> None:
-    page = make_page([ViewedRun("small", run_dir, RunOverview(run_dir))], [])
+    page = make_page([ViewedRun("small", run_dir)], [])
     sent: list[bytes] = []
     gone = asyncio.Event()
 

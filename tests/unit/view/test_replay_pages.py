@@ -11,7 +11,6 @@ from starlette.testclient import TestClient
 
 from gspo.cli.replay.replay_folder import REPLAYS as REPLAYS_FOLDER
 from gspo.cli.replay.replayed_steps import RESULT_NAME as RESULT_FILE
-from gspo.cli.report.overview import RunOverview
 from gspo.view.http_api import make_page
 from gspo.view.picture.replay_results import REPLAYS, RESULT_NAME
 from gspo.view.picture.viewed_run import ViewedRun
@@ -43,7 +42,7 @@ def result(**changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def client(tmp_path: Path) -> TestClient:
     (tmp_path / "log").mkdir()
-    page = make_page([ViewedRun("run", tmp_path, RunOverview(tmp_path))], [])
+    page = make_page([ViewedRun("run", tmp_path)], [])
     return TestClient(page, base_url="http://127.0.0.1")
 
 

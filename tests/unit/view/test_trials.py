@@ -12,7 +12,6 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 
-from gspo.cli.report.overview import RunOverview
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.network.http_server import HttpGuard
 from gspo.view.http_api import make_page
@@ -27,7 +26,7 @@ BODY = {"function": "sums"}
 
 
 def client_of(run_dir: Path, trial: TrialProcess | None) -> TestClient:
-    page = make_page([ViewedRun("small", run_dir, RunOverview(run_dir))], [], trial)
+    page = make_page([ViewedRun("small", run_dir)], [], trial)
     return TestClient(HttpGuard(page), base_url="http://127.0.0.1:8090")
 
 

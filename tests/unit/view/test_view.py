@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from gspo.cli.report.overview import RunOverview
 from gspo.common.config.loading import CONFIG_NAME, write_config
 from gspo.common.network.http_server import HttpGuard
 from gspo.learner.assembly.rows import TokenRecord, row_from_scored
@@ -49,7 +48,7 @@ def run_dir(tmp_path: Path, scored: MakeScored) -> Path:
 
 @pytest.fixture
 def client(run_dir: Path) -> TestClient:
-    page = make_page([ViewedRun("small <b>", run_dir, RunOverview(run_dir))], [make_tiny_model(run_dir / "model")])
+    page = make_page([ViewedRun("small <b>", run_dir)], [make_tiny_model(run_dir / "model")])
     return TestClient(HttpGuard(page, ["127.0.0.1"]), base_url="http://127.0.0.1:8090")
 
 

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +21,11 @@ from gspo.cli.rundir.start import SERVICES_DIR, supervisor_facts
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.streams.instances import Instance
+from gspo.view.picture.viewed_run import ServiceState, ServiceStates
 
 # A reader of the page waits so long for a Redis that may be gone.
 _ANSWER_S = 2.0
 _TAIL_BYTES = 32_768
-
-
-@dataclass(frozen=True)
-class ServiceState:
-    """A service.
-
-    Attributes:
-        when: The duration of the activity, or the time of the record.
-        activity: Or the last record of the log.
-    """
-
-    name: str
-    when: str
-    activity: str
-
-
-@dataclass(frozen=True)
-class ServiceStates:
-    """The services of a run.
-
-    Attributes:
-        source: A sentence that says where the states come from.
-        lines: Further facts of the heartbeats, as in `gspo status`.
-    """
-
-    source: str
-    states: list[ServiceState]
-    lines: list[str]
 
 
 def service_states(run_dir: Path, config: Config | None) -> ServiceStates:

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from gspo.cli.replay.replay_plan import ReplayPlan
 from gspo.cli.replay.replay_tables import shown_figures
 from gspo.cli.replay.step_comparison import ComparedValue
-from gspo.cli.report.panels import BLUE, GREY, RED, STYLE
+from gspo.view.picture.panels import BLUE, GREY, RED, STYLE
 
 _WIDTH_INCHES, _PANEL_INCHES, _DPI = 6.4, 1.9, 150
 

@@ -230,7 +230,7 @@ def _with_report(run_dir: Path, error: RunError) -> RunError:
     """The error with how to go on, which is in the report too, where a service's own error ended a run."""
     if error.failure is None or not RunLog(run_dir).has_trained():
         return error
-    from gspo.cli.report.writer import write_report
+    from gspo.view.picture.page import write_report
 
     text = f"{error}\n{how_to_recover(run_dir, error.failure.step)}"
     write_report(run_dir, finished={"end": FAILED, "reason": text})
@@ -239,7 +239,7 @@ def _with_report(run_dir: Path, error: RunError) -> RunError:
 
 def _conclude(start: RunStart, view: View, console: Console) -> int:
     """Write the report and print the summary; returns the exit code."""
-    from gspo.cli.report.writer import write_report  # here: plotting takes a second to import
+    from gspo.view.picture.page import write_report  # here: plotting takes a second to import
 
     view.phases.enter("report")
     end = view.finished

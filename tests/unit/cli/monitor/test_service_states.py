@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from gspo.cli.monitor.service_states import ServiceState, service_states
+from gspo.cli.monitor.service_states import service_states
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import Activity
+from gspo.view.picture.viewed_run import ServiceState
 from tests.conftest import free_port
 
 HOSTILE = "\x1b[31m<b>"

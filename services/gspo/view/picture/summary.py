@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from gspo.cli.report.history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
 from gspo.common.streams.entries import FAILED, STOPPED
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice, verdict
 from gspo.common.telemetry.card_use import mean_card_use
 from gspo.common.telemetry.clip_causes import clip_causes, mismatch_line
 from gspo.runlog.left_out import left_out_line
 from gspo.runlog.memory_shortages import shortage_line
+from gspo.runlog.run_history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
 from gspo.runlog.unscored import unscored_so_far
 
 TIMES = ("wait_s", "shift_s", "train_s", "probe_s", "publish_s", "hold_s", "log_s")

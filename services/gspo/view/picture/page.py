@@ -15,18 +15,18 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gspo.cli.report.history import SETTLEMENTS, RunHistory
-from gspo.cli.report.page_tables import evaluation_table, read_samples, stale_by_length
-from gspo.cli.report.plots import Plot, write_plots
-from gspo.cli.report.summary import advised, difference, end_in_words, notes, summarise
 from gspo.common.config.schema import Config
 from gspo.common.host.durable_write import replace_file
 from gspo.common.telemetry.clip_causes import clip_causes_line, mismatch_line
 from gspo.common.telemetry.step_time import duration, shares
+from gspo.runlog.run_history import SETTLEMENTS, RunHistory
 from gspo.runlog.run_log import PAGE_NAME, SUMMARY_NAME
+from gspo.view.picture.plots import Plot, write_plots
+from gspo.view.picture.summary import advised, difference, end_in_words, notes, summarise
+from gspo.view.picture.tables import evaluation_table, read_samples, stale_by_length
 
 PLOTS_NAME = "plots"
-_TEMPLATES = Path(__file__).parent / "templates"
+_TEMPLATES = Path(__file__).parents[1] / "templates"
 _REASONS_SHOWN = 3
 _MEANINGS = {
     "trained": "in a step file",

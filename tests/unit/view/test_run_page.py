@@ -12,7 +12,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from gspo.cli.report.overview import CURVES, RunOverview
+from gspo.cli.monitor.service_states import service_states
 from gspo.common.config.loading import CONFIG_NAME, write_config
 from gspo.common.config.schema import Config
 from gspo.common.network.http_server import HttpServer
@@ -21,8 +21,8 @@ from gspo.learner.storage.run_directory import RunDir
 from gspo.runlog.pushes import PushRecord
 from gspo.runlog.token_ledger import LedgerRecord
 from gspo.view.http_api import make_page
-from gspo.view.picture.viewed_run import ViewedRun
-from tests.unit.cli.test_report import evaluate, train
+from gspo.view.picture.viewed_run import CURVES, ViewedRun
+from tests.unit.view.test_report import evaluate, train
 
 _DEADLINE_S = 20
 
@@ -48,9 +48,7 @@ def run_dir(config: Config, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(run_dir: Path) -> TestClient:
-    return TestClient(
-        make_page([ViewedRun("named <i>", run_dir, RunOverview(run_dir))], []), base_url="http://127.0.0.1"
-    )
+    return TestClient(make_page([ViewedRun("named <i>", run_dir, service_states)], []), base_url="http://127.0.0.1")
 
 
 def test_the_page_begins_with_what_bounds_the_run(client: TestClient) -> None:
@@ -90,7 +88,7 @@ def test_the_page_shows_the_pushes_of_the_newest_versions(client: TestClient) ->
 
 def test_warnings_link_the_first_and_the_last_step_of_each(config: Config, tmp_path: Path) -> None:
     write_config(config, tmp_path / CONFIG_NAME)
-    client = TestClient(make_page([ViewedRun("run", tmp_path, RunOverview(tmp_path))], []), base_url="http://127.0.0.1")
+    client = TestClient(make_page([ViewedRun("run", tmp_path)], []), base_url="http://127.0.0.1")
     with RunDir(tmp_path) as run:
         train(run, 1, 10, clipped_sequences=0.1)
         assert 'id="warnings"' not in client.get("/").text
@@ -119,7 +117,7 @@ def test_the_page_says_what_each_service_did_last(client: TestClient, run_dir: P
 def test_a_run_without_a_step_has_a_page(config: Config, tmp_path: Path) -> None:
     write_config(config, tmp_path / CONFIG_NAME)
     (tmp_path / "log").mkdir()
-    client = TestClient(make_page([ViewedRun("new", tmp_path, RunOverview(tmp_path))], []), base_url="http://127.0.0.1")
+    client = TestClient(make_page([ViewedRun("new", tmp_path)], []), base_url="http://127.0.0.1")
     assert "Too few steps" in client.get("/").text
     assert client.get("/api/curves").json() == []
 
@@ -141,7 +139,7 @@ def test_curves_are_those_of_the_report_over_the_steps(client: TestClient) -> No
 def test_a_figure_that_is_not_finite_is_a_gap(run_dir: Path) -> None:
     with RunDir(run_dir) as run:
         train(run, 11, 11, entropy=math.nan)
-    (entropy,) = (curve for curve in RunOverview(run_dir).curves() if curve["name"] == "entropy")
+    (entropy,) = (curve for curve in ViewedRun("run", run_dir).curves() if curve["name"] == "entropy")
     assert entropy["lines"][0]["values"][-1] is None
     json.dumps(entropy, allow_nan=False)
 
@@ -155,9 +153,9 @@ def test_only_the_files_of_the_page_are_served(client: TestClient) -> None:
 
 
 async def test_the_stream_tells_of_new_steps_and_does_not_hold_the_server(run_dir: Path) -> None:
-    overview = RunOverview(run_dir)
+    overview = ViewedRun("run", run_dir)
     assert len(overview.curves()[1]["steps"]) == 10
-    server = HttpServer(make_page([ViewedRun("run", run_dir, overview)], []), "127.0.0.1", 0)
+    server = HttpServer(make_page([overview], []), "127.0.0.1", 0)
     serving = asyncio.create_task(server.run())
     async with (
         asyncio.timeout(_DEADLINE_S),

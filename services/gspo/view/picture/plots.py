@@ -16,8 +16,12 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from gspo.cli.report.history import SETTLEMENTS, RunHistory
-from gspo.cli.report.panels import (
+from gspo.common.config.schema import Config
+from gspo.common.telemetry.advice import CLIPPED_TOO_MUCH
+from gspo.common.telemetry.source_figures import named_sources, source_figure
+from gspo.runlog.run_history import SETTLEMENTS, RunHistory
+from gspo.runlog.run_log import EvaluationRecord
+from gspo.view.picture.panels import (
     BLUE,
     GREEN,
     GREY,
@@ -33,10 +37,6 @@ from gspo.cli.report.panels import (
     draw_line,
     draw_panels,
 )
-from gspo.common.config.schema import Config
-from gspo.common.telemetry.advice import CLIPPED_TOO_MUCH
-from gspo.common.telemetry.source_figures import named_sources, source_figure
-from gspo.runlog.run_log import EvaluationRecord
 
 _SIZE_INCHES, _DPI = (6.4, 3.5), 150
 # Of the held-out files, in their order.

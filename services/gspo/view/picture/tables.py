@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo.cli.report.history import RunHistory
+from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import EvaluationRecord
 from gspo.runlog.step_files import read_columns
 

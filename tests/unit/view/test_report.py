@@ -17,12 +17,6 @@ import yaml
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
-from gspo.cli.report.history import RunHistory
-from gspo.cli.report.page_tables import read_samples
-from gspo.cli.report.panels import Layer, Limit, Line, Panel, draw_legend, draw_panels, make_axes, running_mean
-from gspo.cli.report.plots import PLOTS, _add_clip_sides, _clip_bounds
-from gspo.cli.report.summary import summarise
-from gspo.cli.report.writer import render, write_report
 from gspo.common.config.engines import LoraConfig
 from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, read_config, write_config
 from gspo.common.config.schema import Config
@@ -30,6 +24,12 @@ from gspo.common.telemetry.step_time import CAUSES
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
+from gspo.runlog.run_history import RunHistory
+from gspo.view.picture.page import render, write_report
+from gspo.view.picture.panels import Layer, Limit, Line, Panel, draw_legend, draw_panels, make_axes, running_mean
+from gspo.view.picture.plots import PLOTS, _add_clip_sides, _clip_bounds
+from gspo.view.picture.summary import summarise
+from gspo.view.picture.tables import read_samples
 from gspo_proto.rollout_pb2 import EvaluationDone
 from tests.support.monitoring.recorded_shortage import SENTENCE, record_shortage
 
@@ -573,7 +573,7 @@ def test_advice_is_shown_with_its_steps(path: Path) -> None:
 
 
 def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gspo.cli.report.writer.write_plots", lambda history, folder: [])  # a second and more each time
+    monkeypatch.setattr("gspo.view.picture.page.write_plots", lambda history, folder: [])  # a second and more each time
     write_report(ended, wall_s={"start": 20.0}, finished={"end": "stopped", "reason": "stopped: Ctrl-C"})
     again = write_report(ended)
     assert (again["end"], again["end_reason"], again["wall_s"]) == ("stopped", "stopped: Ctrl-C", {"start": 20.0})

@@ -14,8 +14,8 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from gspo.cli.report.history import RunHistory
 from gspo.common.config.schema import Config
+from gspo.runlog.run_history import RunHistory
 
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#0072B2",
