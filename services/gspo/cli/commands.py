@@ -193,12 +193,12 @@ def report(run_dir: RunDir) -> None:
     Example: [bold]gspo report runs/my-run[/]
     """
     from gspo.cli.rundir.start import check_run_dir
+    from gspo.runlog.run_log import PAGE_NAME
+    from gspo.view.picture.page import write_report
 
     check_run_dir(run_dir)
-    from gspo.view.picture.page import write_report  # after the check: plotting takes a second to import
-
     write_report(run_dir)
-    Console().print(f"{run_dir / 'report.html'}", highlight=False)
+    Console().print(f"{run_dir / PAGE_NAME}", highlight=False)
 
 
 @app.command()

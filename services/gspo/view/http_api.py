@@ -19,7 +19,6 @@ import duckdb
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi import Path as InPath
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.middleware.base import RequestResponseEndpoint
 
 from gspo.common.config.loading import CONFIG_NAME, read_config
@@ -30,24 +29,12 @@ from gspo.view.function_api import FunctionPages
 from gspo.view.function_versions import RunFunctions
 from gspo.view.log_query import PAGE_ROWS, SORTS, LogQuery, filter_of
 from gspo.view.opening_api import MAX_STREAMS, Opening, OpenTabs
-from gspo.view.page_text import (
-    COLOURS,
-    LEGENDS,
-    MAX_CHARS,
-    MAX_TOKENS,
-    RECORDED_COLOURS,
-    coloured_tokens,
-    token_decoder,
-    visible,
-)
+from gspo.view.page_text import COLOURS, RECORDED_COLOURS, coloured_tokens, token_decoder, visible
+from gspo.view.picture.page import FILES, TEMPLATES, Templates
 from gspo.view.picture.viewed_run import ViewedRun
 from gspo.view.replay_api import ReplayPages
 from gspo.view.trial_process import TrialProcess
 
-_TEMPLATES = Path(__file__).parent / "templates"
-_STYLES = ("style.css", "uplot/uPlot.min.css")
-_SCRIPTS = ("curves.js", "follow.js", "trial.js", "uplot/uPlot.iife.min.js")
-_FILES = dict.fromkeys(_STYLES, "text/css") | dict.fromkeys(_SCRIPTS, "text/javascript")
 _HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -93,25 +80,10 @@ class Page:
     """Answers with a page of a template."""
 
     def __init__(self, run_name: str, num_runs: int) -> None:
-        self._environment = Environment(
-            loader=FileSystemLoader(_TEMPLATES),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        self._environment.filters.update(
-            visible=visible,
-            parts=lambda text: json.loads(text or "[]"),
-            cut=lambda text: visible(text[:MAX_CHARS]),
-            figure=lambda value: "none" if value is None else f"{value:.4g}",
-        )
-        self._environment.globals.update(
-            run_name=run_name, num_runs=num_runs, legends=LEGENDS, max_chars=MAX_CHARS, max_tokens=MAX_TOKENS
-        )
+        self._templates = Templates(run_name, num_runs)
 
     def __call__(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-        return HTMLResponse(self._environment.get_template(template).render(**values), status)
+        return HTMLResponse(self._templates.text(template, **values), status)
 
     def refusal(self, _request: Request, error: Exception) -> HTMLResponse:
         """The page about an error."""
@@ -143,9 +115,9 @@ def _library_file(name: str) -> FileResponse:
 
 
 def _file(name: str) -> FileResponse:
-    if name not in _FILES:
+    if name not in FILES:
         raise HTTPException(404, "the page has no such file")
-    return FileResponse(_TEMPLATES / name, media_type=_FILES[name])
+    return FileResponse(TEMPLATES / name, media_type=FILES[name])
 
 
 class RunPages:

@@ -5,8 +5,11 @@ The run directories are written by the learner's own RunDir, so that reader and 
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +28,13 @@ from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
 from gspo.runlog.run_history import RunHistory
-from gspo.view.picture.page import render, write_report
+from gspo.view.picture.page import report_file, write_report
 from gspo.view.picture.panels import Layer, Limit, Line, Panel, draw_legend, draw_panels, make_axes, running_mean
 from gspo.view.picture.plots import PLOTS, _add_clip_sides, _clip_bounds
 from gspo.view.picture.summary import summarise
 from gspo.view.picture.tables import read_samples
 from gspo_proto.rollout_pb2 import EvaluationDone
+from tests.support.monitoring.drawn_curves import drawn_curves
 from tests.support.monitoring.recorded_shortage import SENTENCE, record_shortage
 
 NUM_STEPS, GROUPS_A_STEP, ROLLOUTS_A_GROUP = 20, 4, 2
@@ -176,8 +180,8 @@ def test_the_report_says_which_lengths_were_lost_to_age(path: Path) -> None:
         run_dir.settle([EndedGroup(4, GroupEnding.STALE, "too old", (3, 7, 4))])
     _, html = report(path)
     text = " ".join(html.split())
-    assert '<th>2 to 3</th><td class="num">8</td><td class="num">1</td><td class="num">11 %</td>' in text
-    assert '<th>4 to 7</th><td class="num">0</td><td class="num">2</td><td class="num">100 %</td>' in text
+    assert '<th scope="row">2 to 3</th><td>8</td><td>1</td><td>11 %</td>' in text
+    assert '<th scope="row">4 to 7</th><td>0</td><td>2</td><td>100 %</td>' in text
 
 
 def test_a_report_without_losses_to_age_has_no_table_of_them(ended: Path) -> None:
@@ -190,10 +194,15 @@ def page(run_dir: Path) -> str:
 
 
 def report(run_dir: Path) -> tuple[dict[str, Any], str]:
-    """Summary and page of a run without an end; without plots, which take seconds."""
+    """Summary and page of a run without an end."""
     log = RunHistory(run_dir)
-    summary = summarise(log, None, None)
-    return summary, render(log, summary, [])
+    summary = summarise(log)
+    return summary, report_file(log, summary).decode()
+
+
+def own_parts(text: str) -> list[str]:
+    """The contents of the styles and the scripts that a page has within it."""
+    return re.findall(r"<(?:style|script)>(.*?)</(?:style|script)>", text, re.DOTALL)
 
 
 def test_the_summary_of_a_run_that_ended(ended: Path) -> None:
@@ -248,12 +257,24 @@ def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
         "sources",
         "experts",
     }  # of conversations, several sources, a mixture
-    assert text.count("data:image/png;base64,") == len(drawn)
     assert {file.stem for file in (ended / "plots").iterdir()} == drawn
-    assert 'src="http' not in text
-    assert "<script" not in text
+    assert {"reward", "clip", "time"} <= drawn_curves(text).keys()
     assert "reward raised &lt;b&gt;KeyError&lt;/b&gt; (1)" in text
     assert "all weights" in text
+
+
+def test_the_page_loads_nothing_and_runs_its_own_scripts_alone(ended: Path) -> None:
+    _, text = report(ended)
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="(.*?)">', text)
+    parts = own_parts(text)
+    digests = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts]
+    assert len(digests) == 4
+    assert all(f"&#39;sha256-{digest}&#39;" in policy for digest in digests)
+    assert policy.startswith("default-src &#39;none&#39;;") and policy.count("sha256-") == 4
+    assert "unsafe" not in policy
+    for part in parts:
+        text = text.replace(part, "")
+    assert not re.search(r" (src|href)=", text)
 
 
 def test_the_page_says_why_sequences_are_outside_the_clip(ended: Path) -> None:
@@ -310,8 +331,8 @@ def test_several_files_and_the_best_version_are_distinguished(path: Path) -> Non
     assert summary["held_out"]["easy"]["after"]["version"] == 20
     tables = text.split("Held-out evaluations")[1]
     assert tables.index("<h3>easy</h3>") < tables.index("<h3>hard&lt;b&gt;</h3>")
-    assert "<th>10 (best)</th>" in tables and "<th>20 (best)</th>" not in tables
-    assert '<th class="num">pass@4</th>' in tables and "0.875 ± 0.030" in tables
+    assert '<th scope="row">10 (best)</th>' in tables and "20 (best)" not in tables
+    assert '<th scope="col">pass@4</th>' in tables and "0.875 ± 0.030" in tables
     assert "While version 0, 10, 20 was measured newer weights came in" in text
 
 
@@ -319,9 +340,9 @@ def test_text_of_a_rollout_is_shown_and_never_run(path: Path) -> None:
     with RunDir(path) as run_dir:
         run_dir.write_step(1, [row(1, 0, 0, text=SCRIPT, prompt=SCRIPT), row(1, 0, 1, outcome="<i>")])
     _, text = report(path)
-    assert "<script" not in text
+    assert "<script>alert" not in text
     assert "<i>" not in text.split("Rollouts to read")[1]
-    assert text.count("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; \x00 {{ 7 * 7 }}") == 2
+    assert text.count("&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; ⟦U+0000⟧ {{ 7 * 7 }}") == 2
 
 
 def test_conversations_have_plots_and_are_read_turn_by_turn(path: Path) -> None:
@@ -342,7 +363,7 @@ def test_conversations_have_plots_and_are_read_turn_by_turn(path: Path) -> None:
     assert {"turns", "tools", "ends"} <= {file.stem for file in (path / "plots").iterdir()}
     assert "assistant: 16\nuser: higher" in text
     assert text.count(" tokens in 2 branches, ") == 1
-    assert '<th class="num">turns</th>' in text
+    assert '<th scope="col">turns</th>' in text
 
 
 def test_several_sources_have_a_plot_of_their_own(path: Path) -> None:
@@ -569,7 +590,7 @@ def test_advice_is_shown_with_its_steps(path: Path) -> None:
     _, text = report(path)
     # Said after 10 steps in a row: at steps 10, 11 and 12.
     assert "clip: 50% of sequences are clipped" in text
-    assert "(at 3 steps, from 10 to 12)" in text
+    assert "First at step 10, last at step 12, 3 steps in all" in text
 
 
 def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:

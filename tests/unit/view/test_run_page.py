@@ -55,7 +55,7 @@ def test_the_page_begins_with_what_bounds_the_run(client: TestClient) -> None:
     text = " ".join(client.get("/").text.split())
     assert "The last steps were bound by <b>training</b>" in text
     assert text.index("What bounds it") < text.index("Held-out results") < text.index("Curves")
-    assert "<td>sampled</td><td>0.35</td><td>0.6</td>" in text
+    assert "0.350 <small>± 0.030</small> → 0.600" in text
     assert '<th scope="row">trained</th><td>40</td>' in text
     assert '<th scope="row">stale</th><td>1</td>' in text
     assert '<th scope="row">open</th><td>4</td>' in text

@@ -239,7 +239,7 @@ def _with_report(run_dir: Path, error: RunError) -> RunError:
 
 def _conclude(start: RunStart, view: View, console: Console) -> int:
     """Write the report and print the summary; returns the exit code."""
-    from gspo.view.picture.page import write_report  # here: plotting takes a second to import
+    from gspo.view.picture.page import write_report  # here: most commands make no page
 
     view.phases.enter("report")
     end = view.finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import asdict
@@ -10,22 +11,33 @@ from typing import Any
 from gspo.common.streams.entries import FAILED, STOPPED
 from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice, verdict
 from gspo.common.telemetry.card_use import mean_card_use
-from gspo.common.telemetry.clip_causes import clip_causes, mismatch_line
+from gspo.common.telemetry.clip_causes import clip_causes
 from gspo.runlog.left_out import left_out_line
 from gspo.runlog.memory_shortages import shortage_line
 from gspo.runlog.run_history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
+from gspo.runlog.run_log import SUMMARY_NAME
 from gspo.runlog.unscored import unscored_so_far
 
 TIMES = ("wait_s", "shift_s", "train_s", "probe_s", "publish_s", "hold_s", "log_s")
 
 
-def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: dict[str, Any] | None) -> dict[str, Any]:
+def summarise(
+    history: RunHistory, wall_s: dict[str, float] | None = None, finished: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The content of summary.json.
 
+    The log holds neither of the arguments: where one is None, that of an earlier summary stands, if no step was trained
+    since.
+
     Args:
-        wall_s: Wall-clock seconds of the last session by phase; None if unknown.
-        finished: `end` (the word of a RunEnd) and `reason`; empty or None where the run has not come to an end.
+        wall_s: Wall-clock seconds of the last session by phase.
+        finished: `end` (the word of a RunEnd) and `reason`; empty where the run has not come to an end.
     """
+    earlier = _earlier(history)
+    if wall_s is None:
+        wall_s = earlier.get("wall_s")
+    if finished is None:
+        finished = {"end": earlier.get("end"), "reason": earlier.get("end_reason")}
     config, best, bound, causes = history.config, None, None, clip_causes(history.figures)
     if history.best is not None:  # the version in `best/`
         version, score = history.best
@@ -68,6 +80,16 @@ def summarise(history: RunHistory, wall_s: dict[str, float] | None, finished: di
         "bound": bound and {"stage": bound.stage, "because": bound.because, "change": list(bound.change)},
         "steps_s": {name: math.fsum(figures.get(name, 0.0) for figures in history.figures) for name in TIMES},
     }
+
+
+def _earlier(history: RunHistory) -> dict[str, Any]:
+    """The summary of an earlier report of the same policy; empty where there is none."""
+    try:
+        summary = json.loads((history.run_dir / SUMMARY_NAME).read_text())
+    except (OSError, ValueError):
+        return {}
+    same = isinstance(summary, dict) and summary.get("policy_version") == history.version
+    return dict(summary) if same else {}
 
 
 def _held_out(history: RunHistory) -> dict[str, dict[str, Any]]:
@@ -121,7 +143,6 @@ def notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         *_group_notes(history, summary),
         *([f"{unscored}."] if unscored else []),
         *([f"Tokens: {history.ledger.warning}."] if history.ledger and history.ledger.warning else []),
-        *_mismatch_notes(history),
         *([f"Memory: {shortage}."] if (shortage := shortage_line(history.shortages)) else []),
         *(f"After step {start.step}: {text}." for start in history.data_files for text in start.changes),
         *_log_notes(history),
@@ -179,11 +200,6 @@ def _accuracy_notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     if change is not None and change[1] is not None and abs(change[0]) < 2 * change[1]:
         sentences.append("The change of the held-out reward is less than two standard errors: it may be chance.")
     return sentences
-
-
-def _mismatch_notes(history: RunHistory) -> list[str]:
-    line = mismatch_line(history.figures, history.config) if history.config else ""
-    return [f"{line}."] if line and history.figures[-1].get("mismatch_age") != 0 else []
 
 
 def difference(summary: dict[str, Any], name: str) -> tuple[float, float | None] | None:

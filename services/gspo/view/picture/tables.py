@@ -1,15 +1,15 @@
-"""Tables and samples for the page of a report: evaluations, rollouts dropped by length, and rollouts for people."""
+"""Tables of a run's page: evaluations, groups, rollouts dropped by length, the configuration, and rollouts to read."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from gspo.runlog.run_history import RunHistory
+from gspo.common.config.schema import Config
+from gspo.runlog.run_history import SETTLEMENTS, RunHistory
 from gspo.runlog.run_log import EvaluationRecord
 from gspo.runlog.step_files import read_columns
 
@@ -22,6 +22,14 @@ _COUNTS = {
     "prompts": ("num_prompts", "{:,.0f}"),
     "without a score": ("num_failed", "{:,.0f}"),
 }
+_MEANINGS = {
+    "trained": "in a step file",
+    "filtered": "left out by the learner before training",
+    "stale": "too old to be trained",
+    "failed": "no rollout of it has a score",
+    "unused": "open when the run ended",
+}
+_REASONS_SHOWN = 3
 # Samples of each kind, and characters of one text.
 _EACH, _LONGEST_TEXT = 3, 4000
 _CHOSEN_BY = ["group", "reward"]
@@ -80,7 +88,7 @@ def _trained_lengths(path: Path) -> list[int]:
         rows = read_columns(path, ["version", "skipped"]).to_pylist()
     except (OSError, ValueError):
         return []
-    return [int((np.array(row["version"]) >= 0).sum()) for row in rows if row["skipped"] is None]
+    return [sum(version >= 0 for version in row["version"]) for row in rows if row["skipped"] is None]
 
 
 def _doubling(length: int) -> int:
@@ -156,3 +164,85 @@ def _short(text: str) -> str:
         return text
     half = _LONGEST_TEXT // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+
+
+def endings(history: RunHistory) -> list[tuple[str, str, int, str]]:
+    """Each settlement with its meaning, its groups, and their reasons."""
+    counts = history.groups.counts
+    return [(name, _MEANINGS[name], counts[name], _reasons(history, name)) for name in SETTLEMENTS]
+
+
+def _reasons(history: RunHistory, settlement: str) -> str:
+    reasons = history.groups.reasons[settlement]
+    shown = [f"{reason} ({count})" for reason, count in reasons.most_common(_REASONS_SHOWN)]
+    more = len(reasons) - len(shown)
+    return "; ".join([*shown, f"and {more} other reason(s)"] if more > 0 else shown)
+
+
+def config_keys(config: Config | None) -> dict[str, str]:
+    """Every key of a configuration with its value as JSON; empty if it could not be read."""
+    return dict(_flat("", config.model_dump(mode="json"))) if config else {}
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(key, value) of nested sections; a list is one value."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _flat(f"{prefix}.{name}" if prefix else name, item)
+    else:
+        yield prefix, json.dumps(value, ensure_ascii=False)
+
+
+def what_ran(config: Config) -> dict[str, Any]:
+    """The main facts of a configuration, in words."""
+    algorithm, staleness, learner = config.algorithm, config.staleness, config.learner
+    low, high = algorithm.clip
+    bounds = f"clip {low:g} below and {high:g} above 1"
+    if algorithm.pg_clip_reference_length is not None:
+        bounds += f", for {algorithm.pg_clip_reference_length} tokens"
+    if algorithm.bounds_divergence:
+        bounds = f"divergence {low:g} down and {high:g} up"
+    ratio, loss = f"{algorithm.importance_sampling}, {bounds}, ", str(algorithm.objective)
+    if algorithm.has_own_loss:
+        ratio, loss = "", f"{algorithm.loss.entry} of {algorithm.loss.path}"
+    held_out = config.evaluation.files.items()
+    lora = learner.lora
+    adapters = f"adapters (LoRA) of rank {lora.rank}, alpha {lora.alpha:g}, at {', '.join(lora.target_modules)}"
+    spread = (f", {learner.ranks} ranks" if learner.ranks > 1 else "") + (
+        f", ZeRO {learner.zero_stage}" if learner.zero_stage else ""
+    )
+    code = {key: part for source in config.sources for key, part in source.code()}
+    rewards = "; ".join(f"{part.label} ({part.path}), weight {part.weight:g}" for part in code.values())
+    return {
+        "model": config.model.path,
+        "prompts": ", ".join(
+            f"{source.name}: {_named(source.prompts)}, weight {source.weight:g}"
+            if source.name
+            else _named(source.prompts)
+            for source in config.sources
+        ),
+        "held-out prompts": ", ".join(f"{name}: {path}" if name else str(path) for name, path in held_out) or "none",
+        "reward": rewards,
+        "preset": algorithm.preset,
+        "ratio": f"{ratio}old_logprobs {algorithm.old_logprobs}",
+        "advantage": f"{algorithm.adv_estimator}, reward_norm {algorithm.reward_norm or 'null'}",
+        "loss": f"{loss}, {algorithm.loss_agg_mode}",
+        "length": ", ".join(
+            f"{key} {value:g}"
+            for key in ("total_steps", "total_epochs", "total_hours")
+            if (value := getattr(config.run, key)) is not None
+        ),
+        "a step": f"{algorithm.rollout_batch_size} prompts x {algorithm.num_return_sequences_in_group} rollouts, "
+        f"{algorithm.num_mini_batches} mini-batches, ppo_epochs {algorithm.ppo_epochs}",
+        "tokens": f"prompt {algorithm.prompt_length} tokens, answer {algorithm.response_length} tokens at most",
+        "staleness": f"max_lag {staleness.max_lag}, on_stale {staleness.on_stale}",
+        "learner": f"learning rate {learner.learning_rate:g} ({learner.schedule}), {learner.dtype}{spread}",
+        "trained": adapters if lora.rank else "all weights",
+        "generation": f"{config.generation.replicas} engine(s), {config.generation.dtype}, "
+        f"temperature {config.sampling.temperature:g}",
+        "seed": config.seed,
+    }
+
+
+def _named(files: tuple[Path, ...]) -> str:
+    return " + ".join(map(str, files))

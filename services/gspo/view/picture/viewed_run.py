@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from gspo.common.config.schema import Config
+from gspo.common.telemetry.clip_causes import clip_causes_line, mismatch_line
 from gspo.common.telemetry.step_time import shares
-from gspo.runlog.run_history import SETTLEMENTS, RunHistory
-from gspo.runlog.run_log import SUMMARY_NAME
-from gspo.view.picture.page import earlier_summary
+from gspo.runlog.run_history import RunHistory
+from gspo.runlog.run_log import SUMMARY_NAME, RunLog
 from gspo.view.picture.panels import Layer, Panel
 from gspo.view.picture.plots import PLOTS, Plot
-from gspo.view.picture.summary import advised, end_in_words, notes, summarise
+from gspo.view.picture.summary import advised, difference, end_in_words, notes, summarise
+from gspo.view.picture.tables import config_keys, endings, evaluation_table, read_samples, stale_by_length, what_ran
 
 # The curves of the page, by the names of the report's plots.
 CURVES = (
@@ -28,8 +29,11 @@ CURVES = (
 )  # fmt: skip
 # Versions in the table of pushes, the newest first.
 _PUSHES_SHOWN = 10
+# None of their keys can hold a secret.
+_SECTIONS = ("algorithm.", "sampling.", "staleness.")
+
+
 _HELD_OUT = {"sampled_mean": ("sampled", "#0072B2"), "greedy_mean": ("greedy", "#D55E00")}
-_FOLLOWED = ("metrics.jsonl", "evaluations.jsonl", "versions.jsonl")
 
 
 @dataclass(frozen=True)
@@ -73,42 +77,26 @@ class ViewedRun:
     ) -> None:
         self.name, self.run_dir = name, run_dir
         self._services, self._lock = services, Lock()
-        self._read: tuple[str, RunHistory] | None = None
+        self._read: tuple[tuple[int, ...], RunHistory] | None = None
 
-    def state(self) -> str:
-        """Another text after each change of the log."""
-        names = (*(f"log/{name}" for name in _FOLLOWED), SUMMARY_NAME)
-        return " ".join(str(_size(self.run_dir / name)) for name in names)
+    def state(self) -> tuple[int, ...]:
+        """Another value after each change of the log, and after the end of the run."""
+        summary = self.run_dir / SUMMARY_NAME
+        return (*RunLog(self.run_dir).sizes(), summary.stat().st_mtime_ns if summary.exists() else 0)
 
     def facts(self) -> dict[str, Any]:
         """The values of the template run.html."""
         history = self._history()
-        earlier = earlier_summary(self.run_dir / SUMMARY_NAME, history)
-        finished = {"end": earlier.get("end"), "reason": earlier.get("end_reason")}
-        summary = summarise(history, earlier.get("wall_s"), finished)
-        return {
-            "summary": summary,
-            "end_in_words": end_in_words(summary)[1],
-            "advice": advised(history),
-            "notes": notes(history, summary),
-            "times": [(share.in_words, share.seconds, share.share) for share in shares(*history.figures)],
-            "ledger": history.ledger,
-            "pushes": history.pushes[: -_PUSHES_SHOWN - 1 : -1],
-            "num_failed_pushes": sum(record.failures for record in history.pushes),
-            "services": self._services(self.run_dir, history.config) if self._services else None,
-            "endings": [(name, summary["groups"][name]) for name in (*SETTLEMENTS, "open")],
-        }
+        services = self._services(self.run_dir, history.config) if self._services else None
+        return {**run_facts(history, summarise(history)), "services": services}
 
     def curves(self) -> list[dict[str, Any]]:
         """The curves that the log has figures for: a name, a question, how to read it, steps, and lines over them."""
-        history = self._history()
-        by_name = {plot.name: plot for plot in PLOTS}
-        return [curve for name in CURVES if (curve := _curve(by_name[name], history))["lines"]]
+        return curves_of(self._history())
 
     def keys(self) -> dict[str, str]:
         """Every key of the configuration with its value as text; empty if it cannot be read."""
-        config = self._history().config
-        return dict(_flat("", config.model_dump(mode="json"))) if config else {}
+        return config_keys(self._history().config)
 
     def _history(self) -> RunHistory:
         with self._lock:
@@ -118,20 +106,44 @@ class ViewedRun:
             return self._read[1]
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(key, value) of nested sections; a list is one value."""
-    if isinstance(value, dict) and value:
-        for name, item in value.items():
-            yield from _flat(f"{prefix}.{name}" if prefix else name, item)
-    else:
-        yield prefix, "null" if value is None else json.dumps(value, ensure_ascii=False)
+def run_facts(history: RunHistory, summary: dict[str, Any]) -> dict[str, Any]:
+    """The values of the template run.html, without the states of services."""
+    config, run_dir, phases = history.config, history.run_dir.resolve(), summary["wall_s"] or {}
+    best = history.best[0] if history.best else None
+    lines = [line(history.figures, config) for line in (clip_causes_line, mismatch_line)] if config else []
+    files = " ".join(shlex.quote(str(path)) for path in config.evaluation.files.values()) if config else ""
+    return {
+        "summary": summary,
+        "how_ended": end_in_words(summary),
+        "change": difference(summary, "accuracy"),
+        "advice": advised(history),
+        "notes": notes(history, summary),
+        "clip_lines": [line for line in lines if line],
+        "held_out": {file: evaluation_table(records, best) for file, records in history.by_file.items()},
+        "times": [(share.in_words, share.seconds, share.share) for share in shares(*history.figures)],
+        "phases": [(name.replace("_", " "), s, s / sum(phases.values())) for name, s in phases.items() if s > 0],
+        "ledger": history.ledger,
+        "pushes": history.pushes[: -_PUSHES_SHOWN - 1 : -1],
+        "num_failed_pushes": sum(record.failures for record in history.pushes),
+        "services": None,
+        "endings": endings(history),
+        "lost": stale_by_length(history),
+        "ran": what_ran(config) if config else {},
+        "keys": {key: value for key, value in config_keys(config).items() if key.startswith(_SECTIONS)},
+        "samples": read_samples(history),
+        "environment": history.environment,
+        "run_dir": run_dir,
+        "quoted": shlex.quote(str(run_dir)),
+        "has_export": (run_dir / "export" / "config.json").is_file(),
+        "has_best": (run_dir / "best" / "config.json").is_file(),
+        "evaluation": files if history.evaluations and files else "PROMPTS.jsonl",
+    }
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+def curves_of(history: RunHistory) -> list[dict[str, Any]]:
+    """The curves of a history, in the order of CURVES."""
+    by_name = {plot.name: plot for plot in PLOTS}
+    return [curve for name in CURVES if (curve := _curve(by_name[name], history))["lines"]]
 
 
 def _curve(plot: Plot, history: RunHistory) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-// Draws a page's curves with uPlot, again when the log has grown.
+// Draws a page's curves with uPlot: of the page's own data, or of its server's, again when the log has grown.
 "use strict";
 (() => {
   const HEIGHT_PX = 220;
   const drawn = new Map();
   const place = document.getElementById("curves"), following = document.getElementById("following");
+  const own = document.getElementById("curves-data");
   let bounds = null; // the steps that the reader chose; null is all of them
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -73,10 +74,15 @@
     }
   }
 
-  async function draw() {
+  async function load() {
+    if (own) return JSON.parse(own.textContent);
     const answer = await fetch(place.dataset.source);
     if (!answer.ok) throw new Error(`the curves were refused with status ${answer.status}`);
-    (await answer.json()).forEach(show);
+    return answer.json();
+  }
+
+  async function draw() {
+    (await load()).forEach(show);
     if (bounds) zoom(bounds.min, bounds.max);
     else zoom(null, null);
   }
