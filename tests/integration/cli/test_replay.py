@@ -134,7 +134,7 @@ def test_other_keys_train_the_same_rollouts_from_the_first_step_that_is_asked_fo
     assert wider["recorded"] > wider["replayed"]
     assert done.value(2, "loss")["difference"] != 0
     assert done.value(3, "digest")["equal"] is False
-    assert Path(done.json["plot"]).read_bytes().startswith(b"\x89PNG")
+    assert "Are as many sequences clipped?" in Path(done.json["plot"]).read_text()
     assert contents(run_dir) == before
 
 

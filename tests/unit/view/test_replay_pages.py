@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from gspo.cli.replay.replay_folder import REPLAYS as REPLAYS_FOLDER
-from gspo.cli.replay.replayed_steps import RESULT_NAME as RESULT_FILE
 from gspo.view.http_api import make_page
 from gspo.view.picture.replay_results import REPLAYS, RESULT_NAME
 from gspo.view.picture.viewed_run import ViewedRun
@@ -50,10 +48,6 @@ def write(run_dir: Path, name: str, text: str) -> None:
     folder = run_dir / REPLAYS / name
     folder.mkdir(parents=True)
     (folder / RESULT_NAME).write_text(text)
-
-
-def test_the_page_looks_where_the_command_writes() -> None:
-    assert (REPLAYS, RESULT_NAME) == (REPLAYS_FOLDER, RESULT_FILE)
 
 
 def test_a_result_is_beside_the_record(client: TestClient, tmp_path: Path) -> None:

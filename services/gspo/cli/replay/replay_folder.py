@@ -25,8 +25,8 @@ from gspo.runlog.checkpoint_files import CHECKPOINTS, whole_checkpoints
 from gspo.runlog.left_out import LEFT_OUT
 from gspo.runlog.run_log import LOG_FOLDER, LOSS_NAME, NOT_APPLIED, REPLAYED_VERSIONS, VERSIONS
 from gspo.runlog.step_files import step_files
+from gspo.view.picture.replay_results import REPLAYS
 
-REPLAYS = "replays"
 # The configuration of the steps before those that --with changes.
 LEAD_CONFIG = "lead.yaml"
 _PURPOSE = "replay.json"

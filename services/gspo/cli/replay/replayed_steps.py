@@ -25,8 +25,10 @@ from gspo.common.host.durable_write import replace_file
 from gspo.runlog.checkpoint_files import CHECKPOINTS, whole_checkpoints
 from gspo.runlog.memory_shortages import shortage_line
 from gspo.runlog.run_log import LOG_FOLDER, RunLog, StepRecord
+from gspo.view.picture.page import replay_file
+from gspo.view.picture.replay_results import RESULT_NAME
 
-RESULT_NAME, PLOT_NAME = "result.json", "replay.png"
+PLOT_NAME = "replay.html"
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,8 @@ def replay(request: ReplayRequest, console: Console, progress: Console) -> int:
             error = failure
         result = result_of(plan, path, steps.values)
         if plan.changed.trains_otherwise and any(value.difference is not None for value in steps.values):
-            from gspo.cli.replay.replay_plot import write_plot  # plotting takes a second to import
-
-            result["plot"] = str(write_plot(plan, steps.values, path / PLOT_NAME))
+            result["plot"] = str(path / PLOT_NAME)
+            replace_file(path / PLOT_NAME, replay_file(path.name, plan.recorded.name, result))
         replace_file(path / RESULT_NAME, (json.dumps(result, indent=2) + "\n").encode())
     if request.as_json:
         console.print_json(json.dumps(result)) if console.is_terminal else print(json.dumps(result, indent=2))

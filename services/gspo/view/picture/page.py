@@ -21,6 +21,7 @@ from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import PAGE_NAME, SUMMARY_NAME
 from gspo.view.page_text import LEGENDS, MAX_CHARS, MAX_TOKENS, visible
 from gspo.view.picture.plots import write_plots
+from gspo.view.picture.replay_results import ReplayResult
 from gspo.view.picture.summary import summarise
 from gspo.view.picture.viewed_run import curves_of, run_facts
 
@@ -95,6 +96,12 @@ def page_file(template: str, run_name: str, curves: Sequence[dict[str, Any]], **
 def report_file(history: RunHistory, summary: dict[str, Any]) -> bytes:
     """The report of a run: its page as one file."""
     return page_file("run.html", summary["run"], curves_of(history), **run_facts(history, summary))
+
+
+def replay_file(name: str, run_name: str, result: dict[str, Any]) -> bytes:
+    """The page of a replay as one file, from its result."""
+    shown = ReplayResult.model_validate(result)
+    return page_file("replay.html", run_name, shown.curves(), name=name, result=shown)
 
 
 def write_report(

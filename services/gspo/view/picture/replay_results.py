@@ -91,6 +91,8 @@ class ReplayResult(BaseModel):
             for side, colour in _COLOURS.items()
         ]
         reading = "A single visible line means that both are equal."
+        if self.changes and self.start + 1 < self.first:
+            reading += f" The steps before {self.first} are made as recorded."
         label = name.replace("_", " ")
         facts = {"name": name, "question": question, "reading": reading, "label": label, "is_share": is_share}
         return {**facts, "steps": [step.step for step in having], "lines": lines}
