@@ -16,7 +16,7 @@ from benchmarks.chaos.workloads import SIMULATED, WORKLOADS
 from benchmarks.harness.plots import panels
 from benchmarks.harness.section import Record
 from benchmarks.harness.tables import side_by_side, table
-from gspo.view.picture.panels import BLUE, GREY, ORANGE
+from gspo.view.picture.curves import BLUE, GREY, ORANGE
 
 _SETTLEMENTS = ("trained", "filtered", "stale", "failed", "unused")
 _PLACES = {True: "simulated", False: "real engines"}

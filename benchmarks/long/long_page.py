@@ -22,7 +22,7 @@ from benchmarks.long.claims import claims, verdicts
 from benchmarks.long.declared_runs import LAST, Scale, declared_runs, last_reward
 from benchmarks.moe.comparison_run import COMPARED
 from gspo.common.telemetry.clip_causes import ClipCauses, clip_causes
-from gspo.view.picture.panels import BLUE, ORANGE
+from gspo.view.picture.curves import BLUE, ORANGE
 
 GENERATED = "<!-- Below this line: written by python -m benchmarks long -->"
 _QUIET_SHARE = 0.1

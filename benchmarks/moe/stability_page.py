@@ -18,7 +18,7 @@ from benchmarks.harness.plots import panels
 from benchmarks.harness.section import Record
 from benchmarks.harness.tables import table
 from benchmarks.moe.comparison_run import COMPARED
-from gspo.view.picture.panels import BLUE, ORANGE
+from gspo.view.picture.curves import BLUE, ORANGE
 
 NAME = "moe"
 GENERATED = "<!-- Below this line: written by python -m benchmarks moe -->"

@@ -29,7 +29,7 @@ from gspo.common.config.loading import read_config
 from gspo.common.config.schema import Config
 from gspo.common.streams.entries import SCHEMA
 from gspo.common.streams.keys import SERVICES
-from gspo.view.picture.panels import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
+from gspo.view.picture.curves import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
 from gspo_proto.rollout_pb2 import OUTCOME_EOS, Prompt, Rollout
 
 TOKENS = 1000

@@ -18,7 +18,7 @@ from benchmarks.harness.gspo_run import ObservedRun, finished_run
 from benchmarks.harness.plots import panels
 from benchmarks.harness.section import Effort, Measurement, PageSection, Record, Results
 from benchmarks.harness.tables import table
-from gspo.view.picture.panels import BLUE, GREEN, ORANGE, PURPLE
+from gspo.view.picture.curves import BLUE, GREEN, ORANGE, PURPLE
 
 SEEDS = (0,)
 REWARDS = "rewards"

@@ -17,7 +17,7 @@ from benchmarks.harness.plots import panels
 from benchmarks.harness.section import Effort, Measurement, PageSection, Record, Results
 from benchmarks.harness.tables import table
 from benchmarks.harness.workload import LAGS
-from gspo.view.picture.panels import BLUE, GREEN, ORANGE
+from gspo.view.picture.curves import BLUE, GREEN, ORANGE
 
 OLD_LOGPROBS = ("inference", "recompute")
 _RUN_S = 1800.0

@@ -18,7 +18,7 @@ from benchmarks.harness.tables import side_by_side, table
 from benchmarks.harness.workload import LAGS, Dtype, Lengths, cases, write_config
 from benchmarks.system.window import COMMAND_LINE, REDIS, between, look
 from gspo.common.streams.keys import SERVICES
-from gspo.view.picture.panels import BLUE, GREEN, GREY, ORANGE, SKY
+from gspo.view.picture.curves import BLUE, GREEN, GREY, ORANGE, SKY
 
 _PHASES = ["wait_s", "log_s", "train_s", "publish_s", "step_s", "age_mean", "age_max"]
 _KEY = ["lengths", "dtype"]

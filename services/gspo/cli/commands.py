@@ -188,7 +188,7 @@ def export(
 
 @app.command()
 def report(run_dir: RunDir) -> None:
-    """Write the report of a run again from its log: summary.json, plots and report.html.
+    """Write the report of a run again from its log: summary.json, and its page as one file, report.html.
 
     Example: [bold]gspo report runs/my-run[/]
     """

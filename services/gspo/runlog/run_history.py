@@ -1,4 +1,4 @@
-"""The history of a run for the report: figures, evaluations, versions, settlements, counts.
+"""The history of a run: figures, evaluations, versions, settlements, counts.
 
 It reads a run in any state: killed in the middle, without a step, with missing files. Unreadable files are listed in
 `problems`.
@@ -13,9 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, read_config
 from gspo.common.config.schema import Config
@@ -157,15 +154,10 @@ class RunHistory:
         return best_evaluated(self.evaluations, compared.weights if compared else None)
 
     @cached_property
-    def steps(self) -> NDArray[np.int64]:
-        """The steps that have figures."""
-        return np.array([record.step for record in self.metrics], dtype=np.int64)
-
-    @cached_property
     def figures(self) -> list[dict[str, float]]:
         """The figures of every step, without values that were not finite."""
         return [record.figures for record in self.metrics]
 
-    def series(self, name: str) -> NDArray[np.float64]:
-        """A figure over `steps`; NaN if a step lacks it."""
-        return np.array([figures.get(name, np.nan) for figures in self.figures], dtype=np.float64)
+    def series(self, name: str) -> dict[int, float | None]:
+        """A figure by step; None where a step lacks it."""
+        return {record.step: record.figures.get(name) for record in self.metrics}

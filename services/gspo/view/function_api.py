@@ -51,7 +51,7 @@ class FunctionPages:
 
     def curves(self) -> JSONResponse:
         """Scores and failures over steps."""
-        return JSONResponse(function_curves(self._functions.versions()))
+        return JSONResponse([curve.as_json() for curve in function_curves(self._functions.versions())])
 
     def version(self, version: VersionPath) -> HTMLResponse:
         """A version with its source."""

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from gspo.runlog.function_files import FunctionCalls, FunctionSource, read_calls, read_sources
 from gspo.view.log_query import LogQuery
+from gspo.view.picture.curves import COLOURS, Axis, Curve, Line
 
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 # Unchanged lines around a change.
 _CONTEXT = 5
 _SHAPE = '[{"name": "VARCHAR", "value": "DOUBLE", "weight": "DOUBLE", "version": "VARCHAR"}]'
@@ -141,55 +140,34 @@ def _first_use(known: FunctionVersion) -> tuple[float, int]:
     return known.source.used_unix_s if known.source else 0.0, known.steps[0] if known.steps else 0
 
 
-def function_curves(versions: Sequence[FunctionVersion]) -> list[dict[str, Any]]:
-    """Score and failures of each function over steps, a line for each of its newest versions; for curves.js."""
+def function_curves(versions: Sequence[FunctionVersion]) -> list[Curve]:
+    """Score and failures of each function over steps, a line for each of its newest versions."""
     by_name: defaultdict[str, list[FunctionVersion]] = defaultdict(list)
     for known in versions:
         if known.steps:
             by_name[known.name].append(known)
     curves = []
     for name, all_of_one in by_name.items():
-        newest = all_of_one[-len(_COLOURS) :]
-        means = [{step: total / number for step, (number, total) in known.scores.items()} for known in newest]
-        question = f"What does {name} give?"
-        reading = "Each version's mean, with its weight in the reward."
-        curves.append(_curve(f"score {name}", question, reading, "mean score", newest, means, is_share=False))
-        if any(known.failed for known in newest):
-            shares = [
-                {step: known.failed.get(step, 0) / _tried(known, step) for step in known.steps} for known in newest
-            ]
+        newest = list(zip(all_of_one[-len(COLOURS) :], COLOURS, strict=False))
+        means = [Line(known.version[:12], "parts_json", colour, _mean_scores(known)) for known, colour in newest]
+        question, reading = f"What does {name} give?", "Each version's mean, with its weight in the reward."
+        curves.append(Curve(f"score {name}", question, reading, Axis("mean score"), means))
+        if any(known.failed for known, _ in newest):
+            shares = [Line(known.version[:12], "failure", colour, _failed_shares(known)) for known, colour in newest]
             question, reading = f"How often does {name} fail?", "Rollouts that it gave no score."
-            curves.append(_curve(f"failures {name}", question, reading, "failed", newest, shares, is_share=True))
+            curves.append(Curve(f"failures {name}", question, reading, Axis("failed", is_share=True), shares))
     return curves
 
 
-def _tried(known: FunctionVersion, step: int) -> int:
-    return known.scores.get(step, (0, 0.0))[0] + known.failed.get(step, 0)
+def _mean_scores(known: FunctionVersion) -> dict[int, float | None]:
+    """By step, the mean score with its weight."""
+    return {step: total / num for step, (num, total) in known.scores.items()}
 
 
-def _curve(
-    name: str,
-    question: str,
-    reading: str,
-    label: str,
-    versions: Sequence[FunctionVersion],
-    values: Sequence[dict[int, float]],
-    *,
-    is_share: bool,
-) -> dict[str, Any]:
-    steps = sorted({step for of_one in values for step in of_one})
-    lines = [
-        {
-            "label": known.version[:12],
-            "figure": "parts_json" if not is_share else "failure",
-            "colour": colour,
-            "is_dashed": False,
-            "values": [of_one.get(step) for step in steps],
-        }
-        for known, of_one, colour in zip(versions, values, _COLOURS, strict=False)
-    ]
-    fields = {"name": name, "question": question, "reading": reading, "label": label}
-    return {**fields, "is_share": is_share, "steps": steps, "lines": lines}
+def _failed_shares(known: FunctionVersion) -> dict[int, float | None]:
+    """By step, the share of the rollouts that it could not score."""
+    tried = {step: known.scores.get(step, (0, 0.0))[0] + known.failed.get(step, 0) for step in known.steps}
+    return {step: known.failed.get(step, 0) / num for step, num in tried.items()}
 
 
 @dataclass(frozen=True)

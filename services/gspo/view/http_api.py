@@ -138,7 +138,7 @@ class RunPages:
 
     def curves(self) -> JSONResponse:
         """Its curves."""
-        return JSONResponse(self._run.curves())
+        return JSONResponse([curve.as_json() for curve in self._run.curves()])
 
     async def changes(self) -> StreamingResponse:
         """The stream."""
@@ -233,7 +233,7 @@ class ComparisonPages:
 
     def curves(self) -> JSONResponse:
         """Curves with a line for each run."""
-        return JSONResponse(compared_curves(self._runs))
+        return JSONResponse([curve.as_json() for curve in compared_curves(self._runs)])
 
 
 async def _changes(run: ViewedRun, tabs: OpenTabs) -> AsyncIterator[str]:

@@ -37,7 +37,7 @@ class ReplayPages:
 
     def curves(self, name: NamePath) -> JSONResponse:
         """Its curves."""
-        return JSONResponse(self._existing(name).curves())
+        return JSONResponse([curve.as_json() for curve in self._existing(name).curves()])
 
     def _readable(self) -> Iterator[tuple[str, ReplayResult | None, str]]:
         """Name, result, and why there is none, of each replay."""

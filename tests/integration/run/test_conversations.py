@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from gspo.common.config.loading import read_config
 from tests.conftest import free_port
 from tests.support.gspo_run import EXAMPLES, WholeRun, example_copy, example_run
+from tests.support.monitoring.drawn_curves import drawn_curves
 from tests.support.monitoring.prometheus_names import panel_queries
 from tests.support.monitoring.prometheus_server import Prometheus
 from tests.support.monitoring.run_observer import followed
@@ -85,8 +86,8 @@ def check_run(run: WholeRun) -> list[dict[str, Any]]:
 
 
 def plots_of(run: WholeRun) -> set[str]:
-    """Names of the plots of the run."""
-    return {path.stem for path in (run.run_dir / "plots").glob("*.png")}
+    """Names of the curves that the report shows."""
+    return set(drawn_curves((run.run_dir / "report.html").read_text()))
 
 
 def check_panels(prometheus: Prometheus, run: WholeRun, began_unix_s: float) -> None:

@@ -21,6 +21,7 @@ from gspo.common.source_order import SourceOrder
 from gspo.common.telemetry.source_figures import figures_of
 from gspo.common.weights import policy_digest
 from tests.support.gspo_run import WholeRun, whole_run
+from tests.support.monitoring.drawn_curves import drawn_curves
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
@@ -106,7 +107,7 @@ def test_the_teacher_scores_the_sampled_tokens(run: WholeRun) -> None:
             above.append((torch.tensor(row["logp"]) - logp)[torch.tensor(row["mask"])])
         moved = line["figures"]["token_log_ratio_mean"]
         assert line["figures"]["teacher_kl"] == pytest.approx(float(torch.cat(above).mean()) + moved, abs=1e-4)
-    assert (run.run_dir / "plots" / "teacher.png").is_file()
+    assert "teacher" in drawn_curves((run.run_dir / "report.html").read_text())
 
 
 def test_the_export_is_the_base_with_its_adapters(run: WholeRun) -> None:
@@ -170,7 +171,7 @@ def test_each_source_has_its_share_its_reward_and_its_figures(run: WholeRun) -> 
             assert seen["groups"] == len({row["group"] for row in own})
             assert seen["reward_mean"] == pytest.approx(sum(row["reward"] for row in own) / len(own))
     assert {row["source"] for step in range(1, STEPS + 1) for row in run.rows(step)} == WEIGHTS.keys()
-    assert (run.run_dir / "plots" / "sources.png").is_file()
+    assert "sources" in drawn_curves((run.run_dir / "report.html").read_text())
 
 
 def test_each_source_is_measured_and_the_best_version_is_that_of_their_mean(run: WholeRun) -> None:

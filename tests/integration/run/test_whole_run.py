@@ -144,7 +144,7 @@ def test_the_engine_and_the_learner_agree_on_log_probs(run: WholeRun) -> None:
 
 def test_the_run_leaves_what_it_promises(run: WholeRun) -> None:
     names = {path.name for path in run.run_dir.iterdir()}
-    assert names >= {"config.yaml", "environment.json", "log", "checkpoints", "export", "plots", "report.html"}
+    assert names >= {"config.yaml", "environment.json", "log", "checkpoints", "export", "report.html"}
     assert [path.name for path in (run.run_dir / "checkpoints").iterdir()] == [f"step-{STEPS:06d}"]
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["policy_version"]) == (STEPS, STEPS)

@@ -50,10 +50,10 @@ def client(run_dirs: list[Path]) -> TestClient:
 def test_each_run_has_a_line_in_each_curve(client: TestClient) -> None:
     curves = {curve["name"]: curve for curve in client.get("/api/comparison").json()}
     reward = curves["reward"]
-    assert reward["steps"] == list(range(7))
+    assert reward["steps"] == list(range(1, 7))
     first, second = reward["lines"]
-    assert first["values"] == [None, *[0.5] * 4, None, None]
-    assert second["values"] == [None, *[0.75] * 6]
+    assert first["values"] == [*[0.5] * 4, None, None]
+    assert second["values"] == [0.75] * 6
     assert second["label"] == "other"
     assert first["colour"] != second["colour"]
     assert [line["values"][0] for line in curves["held_out"]["lines"]] == [0.25, 0.25]

@@ -86,7 +86,7 @@ def test_a_step_counts_from_its_appearance_to_its_end(functions: RunFunctions, r
 
 
 def test_curves_have_a_line_for_each_version(functions: RunFunctions) -> None:
-    score, failures = function_curves(functions.versions())
+    score, failures = (curve.as_json() for curve in function_curves(functions.versions()))
     assert score["steps"] == [1, 2, 3]
     assert [(line["label"], line["values"]) for line in score["lines"]] == [
         (OLD[:12], [1.0, 2.0, None]),

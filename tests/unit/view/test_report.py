@@ -1,4 +1,4 @@
-"""The report of a run: what summary.json counts, what the page shows, and of which runs it can be written.
+"""The report of a run: what summary.json counts, what its file shows, and of which runs it can be written.
 
 The run directories are written by the learner's own RunDir, so that reader and writer agree.
 """
@@ -17,20 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from matplotlib.figure import Figure
-from matplotlib.patches import StepPatch
 
 from gspo.common.config.engines import LoraConfig
 from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, read_config, write_config
 from gspo.common.config.schema import Config
-from gspo.common.telemetry.step_time import CAUSES
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
 from gspo.runlog.run_history import RunHistory
+from gspo.view.picture.curves import Panel, StepFigure, level, running_mean
 from gspo.view.picture.page import report_file, write_report
-from gspo.view.picture.panels import Layer, Limit, Line, Panel, draw_legend, draw_panels, make_axes, running_mean
-from gspo.view.picture.plots import PLOTS, _add_clip_sides, _clip_bounds
+from gspo.view.picture.plots import PLOTS, curves_of
 from gspo.view.picture.summary import summarise
 from gspo.view.picture.tables import read_samples
 from gspo_proto.rollout_pb2 import EvaluationDone
@@ -250,15 +247,8 @@ def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
     assert "policy version 0 to 20: +0.500 ± 0.042" in text
     assert "the five endings add up to it" in text
     assert "Notes on these numbers" not in text
-    drawn = {plot.name for plot in PLOTS} - {
-        "turns",
-        "tools",
-        "ends",
-        "sources",
-        "experts",
-    }  # of conversations, several sources, a mixture
-    assert {file.stem for file in (ended / "plots").iterdir()} == drawn
-    assert {"reward", "clip", "time"} <= drawn_curves(text).keys()
+    others = {"turns", "tools", "ends", "sources", "experts"}  # of conversations, several sources, a mixture
+    assert {name.partition("-")[0] for name in drawn_curves(text)} == {plot.name for plot in PLOTS} - others
     assert "reward raised &lt;b&gt;KeyError&lt;/b&gt; (1)" in text
     assert "all weights" in text
 
@@ -291,15 +281,15 @@ def test_a_clip_that_follows_from_the_length_is_drawn_and_named(ended: Path) -> 
     algorithm = config.algorithm.model_copy(update={"pg_clip_reference_length": 240})
     write_config(config.model_copy(update={"algorithm": algorithm}), ended / CONFIG_NAME)
     history = RunHistory(ended)
-    assert history.config is not None
-    assert not list(_clip_bounds(history.config))  # one bound for every step would be wrong
-    (axes,) = make_axes(Figure(), ["log-ratio"])
-    _add_clip_sides(axes, history)
-    assert not axes.lines
+
+    def bounds() -> list[float | None]:
+        (curve,) = (curve for curve in curves_of(history) if curve.name == "log_ratio")
+        return [line.values[1] for line in curve.lines if line.style == "dashed"]
+
+    assert bounds() == []  # one bound for every step would be wrong
     for figures in history.figures:
         figures |= {"clip_low_mean": 0.006, "clip_high_mean": 0.008}
-    _add_clip_sides(axes, history)
-    assert [line.get_ydata()[0] for line in axes.lines] == pytest.approx([math.log(0.994), math.log(1.008)])
+    assert bounds() == pytest.approx([math.log(0.994), math.log(1.008)])
     write_report(ended)
     assert "0.0004 above 1, for 240 tokens" in page(ended)
 
@@ -333,6 +323,9 @@ def test_several_files_and_the_best_version_are_distinguished(path: Path) -> Non
     assert tables.index("<h3>easy</h3>") < tables.index("<h3>hard&lt;b&gt;</h3>")
     assert '<th scope="row">10 (best)</th>' in tables and "20 (best)" not in tables
     assert '<th scope="col">pass@4</th>' in tables and "0.875 ± 0.030" in tables
+    lines = {line["label"]: line["values"] for line in drawn_curves(text)["reward"]["lines"]}
+    assert lines["hard<b>, sampled (± standard error)"] == [0.125, None, None, 0.25, 0.375]
+    assert lines["best version, 10"] == [None, None, None, 0.875, None]
     assert "While version 0, 10, 20 was measured newer weights came in" in text
 
 
@@ -360,7 +353,8 @@ def test_conversations_have_plots_and_are_read_turn_by_turn(path: Path) -> None:
         evaluate(run_dir, 3, 0.5, turns_mean=3.5)
     write_report(path)
     text = page(path)
-    assert {"turns", "tools", "ends"} <= {file.stem for file in (path / "plots").iterdir()}
+    assert {"turns", "tools", "ends"} <= drawn_curves(text).keys()
+    assert [line["label"] for line in drawn_curves(text)["turns"]["lines"]][-1] == "held-out prompts, sampled"
     assert "assistant: 16\nuser: higher" in text
     assert text.count(" tokens in 2 branches, ") == 1
     assert '<th scope="col">turns</th>' in text
@@ -369,12 +363,9 @@ def test_conversations_have_plots_and_are_read_turn_by_turn(path: Path) -> None:
 def test_several_sources_have_a_plot_of_their_own(path: Path) -> None:
     with RunDir(path) as run_dir:
         train(run_dir, 1, 3, **{"source_a/reward_mean": 0.5, "source_b/zero_spread_groups": 0.25})
-    write_report(path)
-    assert (path / "plots" / "sources.png").is_file()
-    drawn = Figure().subplots()
-    (plot,) = [plot for plot in PLOTS if plot.name == "sources"]
-    assert plot.panels[0].add is not None and plot.panels[0].add(drawn, RunHistory(path))
-    assert [line.get_label() for line in drawn.get_lines()] == ["a"]
+    curves = drawn_curves(report(path)[1])
+    assert [line["label"] for line in curves["sources"]["lines"]] == ["a"]
+    assert [line["label"] for line in curves["sources-1"]["lines"]] == ["b"]
 
 
 def test_open_groups_are_counted_up_to_the_highest_known(path: Path) -> None:
@@ -446,40 +437,33 @@ def test_the_page_says_which_step_ran_out_of_memory(path: Path) -> None:
     assert f"Memory: {SENTENCE}." in report(path)[1]
 
 
-def test_no_legend_is_wider_than_its_plot() -> None:
-    """However many causes of a step's time there are, and however long their names."""
-    figure = Figure((6.4, 3.5), dpi=150, layout="constrained")
-    (panel,) = make_axes(figure, ["seconds a step"])
-    for _, name in CAUSES.values():
-        panel.plot([1, 2], [1, 2], label=name)
-    draw_legend(panel)
-    figure.draw_without_rendering()
-    shown = panel.get_legend().get_window_extent()
-    assert shown.x0 >= 0 and shown.x1 <= figure.bbox.width
-    axes = panel.get_window_extent()
-    assert axes.width > 0.8 * figure.bbox.width
-
-
 def test_a_panel_draws_what_it_declares_and_no_layer_of_zeros(ended: Path) -> None:
-    figure = Figure((6.4, 3.5))
+    history = RunHistory(ended)
     panel = Panel(
         "seconds",
-        Line("reward_std", "a line", "black", ":"),
-        Layer("wait_s", "waiting", "black"),
-        Layer("hold_s", "nothing", "black"),
-        Layer("train_s", "training", "red"),
-        limits=lambda config: [Limit(config.run.total_steps or 0, "a limit")],
+        StepFigure("reward_std", "a line", "black", "dotted"),
+        StepFigure("wait_s", "waiting", "black", "stacked"),
+        StepFigure("hold_s", "nothing", "black", "stacked"),
+        StepFigure("train_s", "training", "red", "stacked"),
+        beside=lambda history: [level(history, 10, "a limit")],
     )
-    assert draw_panels(figure, [panel], RunHistory(ended))
-    (axes,) = figure.axes
-    assert axes.get_legend_handles_labels()[1] == ["waiting", "training", "a line", "a limit"]
-    # Bars of 1 s and, on top of them, of 2.5 s: the second begins where the first ends.
-    # A named tuple, which matplotlib types as a plain one.
-    bars: list[Any] = [patch.get_data() for patch in axes.patches if isinstance(patch, StepPatch)]
-    waiting, training = bars
-    assert (set(waiting.values), set(training.baseline), set(training.values)) == ({1.0}, {1.0}, {3.5})
-    assert [np.asarray(line.get_ydata())[0] for line in axes.lines] == [0.4, 10]
-    assert not draw_panels(Figure(), [Panel("", Line("unknown", None, "black"))], RunHistory(ended))
+    lines = panel.drawn(history)
+    assert [(line.label, line.values[20]) for line in lines] == [
+        ("waiting", 1.0), ("training", 2.5), ("a line", 0.4), ("a limit", 10),
+    ]  # fmt: skip
+    nothing = Panel("", StepFigure("unknown", "unknown", "black"), beside=lambda history: [level(history, 10, "")])
+    assert nothing.drawn(history) == []
+
+
+def test_many_steps_are_drawn_with_their_running_mean(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        for step in range(1, 101):
+            run_dir.append_metrics(step, {"entropy": float(step % 2)})
+    (entropy,) = curves_of(RunHistory(path))
+    assert [(line.label, line.style) for line in entropy.lines] == [
+        ("mean over tokens", "faint"), ("mean over tokens, mean of 5 steps", "solid"),
+    ]  # fmt: skip
+    assert [entropy.lines[1].values[step] for step in (50, 51)] == [0.4, 0.6]
 
 
 def test_samples_are_the_best_and_worst_of_different_groups(path: Path) -> None:
@@ -542,7 +526,7 @@ def test_a_run_without_a_step_has_a_report(path: Path, make: Callable[[Path], No
     assert [summary[name] for name in ("accuracy_before", "accuracy_after", "reward_first", "end_reason")] == [None] * 4
     assert "Nothing was trained and nothing measured." in page(path)
     assert "no end is recorded" in page(path)
-    assert list((path / "plots").iterdir()) == []
+    assert "there is nothing to draw" in page(path) and drawn_curves(page(path)) == {}
 
 
 def test_what_could_not_be_read_is_said(path: Path) -> None:
@@ -593,8 +577,7 @@ def test_advice_is_shown_with_its_steps(path: Path) -> None:
     assert "First at step 10, last at step 12, 3 steps in all" in text
 
 
-def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gspo.view.picture.page.write_plots", lambda history, folder: [])  # a second and more each time
+def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path) -> None:
     write_report(ended, wall_s={"start": 20.0}, finished={"end": "stopped", "reason": "stopped: Ctrl-C"})
     again = write_report(ended)
     assert (again["end"], again["end_reason"], again["wall_s"]) == ("stopped", "stopped: Ctrl-C", {"start": 20.0})
@@ -606,12 +589,23 @@ def test_an_earlier_end_stands_until_a_step_was_trained(ended: Path, monkeypatch
     assert "1 of 21 trained steps have no figures" in page(ended)
 
 
-def test_plots_that_have_nothing_to_show_any_more_go(ended: Path) -> None:
+def test_curves_that_have_nothing_to_show_any_more_go(ended: Path) -> None:
     write_report(ended)
+    assert drawn_curves(page(ended))
     (ended / "log" / "metrics.jsonl").unlink()
     (ended / "log" / "evaluations.jsonl").unlink()
     write_report(ended)
-    assert [file.stem for file in (ended / "plots").iterdir()] == ["groups"]
+    assert drawn_curves(page(ended)) == {}
+
+
+def test_the_report_of_a_thousand_steps_is_small(path: Path) -> None:
+    with RunDir(path) as run_dir:
+        for step in range(1, 1001):
+            figures = {name: math.sin(step * len(name)) for name in (*step_figures(1), "turns_mean", "experts_changed")}
+            run_dir.append_metrics(step, figures)
+    _, text = report(path)
+    assert len(drawn_curves(text)["entropy"]["steps"]) == 1000
+    assert len(text.encode()) < 5_000_000
 
 
 def test_figures_that_were_not_finite_leave_a_gap(path: Path) -> None:
@@ -619,13 +613,14 @@ def test_figures_that_were_not_finite_leave_a_gap(path: Path) -> None:
         train(run_dir, 1, 80)
         run_dir.append_metrics(85, step_figures(85, reward_mean=math.nan, clipped_sequences_low=math.inf))
     log = RunHistory(path)
-    assert log.series("reward_mean")[-1:].tolist() == pytest.approx([math.nan], nan_ok=True)
+    assert log.series("reward_mean")[85] is None
     summary = write_report(path)
     assert summary["reward_last"] == step_figures(80)["reward_mean"]
+    assert [line["values"][-1] for line in drawn_curves(page(path))["clip"]["lines"]][:1] == [None]
 
 
 def test_a_running_mean_passes_over_gaps_and_is_shorter_at_the_ends() -> None:
-    assert running_mean(np.array([1.0, math.nan, 3.0, 5.0, 10.0]), 3).tolist() == [1.0, 2.0, 4.0, 6.0, 7.5]
+    assert running_mean([1.0, None, 3.0, 5.0, 10.0], 3) == [1.0, 2.0, 4.0, 6.0, 7.5]
 
 
 def test_a_model_is_loaded_from_where_it_is(ended: Path) -> None:

@@ -21,7 +21,8 @@ from gspo.learner.storage.run_directory import RunDir
 from gspo.runlog.pushes import PushRecord
 from gspo.runlog.token_ledger import LedgerRecord
 from gspo.view.http_api import make_page
-from gspo.view.picture.viewed_run import CURVES, ViewedRun
+from gspo.view.picture.plots import PLOTS
+from gspo.view.picture.viewed_run import ViewedRun
 from tests.unit.view.test_report import evaluate, train
 
 _DEADLINE_S = 20
@@ -124,7 +125,9 @@ def test_a_run_without_a_step_has_a_page(config: Config, tmp_path: Path) -> None
 
 def test_curves_are_those_of_the_report_over_the_steps(client: TestClient) -> None:
     curves = {curve["name"]: curve for curve in client.get("/api/curves").json()}
-    assert [name for name in CURVES if name in curves] == list(curves)
+    assert list(dict.fromkeys(name.partition("-")[0] for name in curves)) == [
+        plot.name for plot in PLOTS if plot.name in curves
+    ]
     assert curves["entropy"]["steps"] == list(range(1, 11))
     assert curves["entropy"]["lines"][0]["values"] == pytest.approx([0.8 - 0.01 * step for step in range(1, 11)])
     reward = curves["reward"]
@@ -139,7 +142,7 @@ def test_curves_are_those_of_the_report_over_the_steps(client: TestClient) -> No
 def test_a_figure_that_is_not_finite_is_a_gap(run_dir: Path) -> None:
     with RunDir(run_dir) as run:
         train(run, 11, 11, entropy=math.nan)
-    (entropy,) = (curve for curve in ViewedRun("run", run_dir).curves() if curve["name"] == "entropy")
+    (entropy,) = (curve.as_json() for curve in ViewedRun("run", run_dir).curves() if curve.name == "entropy")
     assert entropy["lines"][0]["values"][-1] is None
     json.dumps(entropy, allow_nan=False)
 
@@ -153,9 +156,9 @@ def test_only_the_files_of_the_page_are_served(client: TestClient) -> None:
 
 
 async def test_the_stream_tells_of_new_steps_and_does_not_hold_the_server(run_dir: Path) -> None:
-    overview = ViewedRun("run", run_dir)
-    assert len(overview.curves()[1]["steps"]) == 10
-    server = HttpServer(make_page([overview], []), "127.0.0.1", 0)
+    run = ViewedRun("run", run_dir)
+    assert len(run.curves()[1].steps) == 10
+    server = HttpServer(make_page([run], []), "127.0.0.1", 0)
     serving = asyncio.create_task(server.run())
     async with (
         asyncio.timeout(_DEADLINE_S),
@@ -165,12 +168,12 @@ async def test_the_stream_tells_of_new_steps_and_does_not_hold_the_server(run_di
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.aiter_lines()
         assert await anext(lines) == ": follows the log"
-        with RunDir(run_dir) as run:
-            train(run, 11, 11)
+        with RunDir(run_dir) as log:
+            train(log, 11, 11)
         while not (line := await anext(lines)).startswith("data:"):
             assert not line
         assert line == "data: changed"
-        assert overview.curves()[1]["steps"][-1] == 11
+        assert run.curves()[1].steps[-1] == 11
         serving.cancel()
         with suppress(asyncio.CancelledError):
             await serving

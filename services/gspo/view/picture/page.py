@@ -20,10 +20,11 @@ from gspo.common.telemetry.step_time import duration
 from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import PAGE_NAME, SUMMARY_NAME
 from gspo.view.page_text import LEGENDS, MAX_CHARS, MAX_TOKENS, visible
-from gspo.view.picture.plots import write_plots
+from gspo.view.picture.curves import Curve
+from gspo.view.picture.plots import curves_of
 from gspo.view.picture.replay_results import ReplayResult
 from gspo.view.picture.summary import summarise
-from gspo.view.picture.viewed_run import curves_of, run_facts
+from gspo.view.picture.viewed_run import run_facts
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 # Parts of a page of one file.
@@ -87,10 +88,11 @@ def _policy() -> str:
     return f"default-src 'none'; style-src {styles}; script-src {scripts}; base-uri 'none'; form-action 'none'"
 
 
-def page_file(template: str, run_name: str, curves: Sequence[dict[str, Any]], **values: Any) -> bytes:
+def page_file(template: str, run_name: str, curves: Sequence[Curve], **values: Any) -> bytes:
     """A page of one file with its curves."""
     templates = Templates(run_name, is_file=True)
-    return templates.text(template, curves=curves, **values).encode(errors="replace")
+    text = templates.text(template, curves=[curve.as_json() for curve in curves], **values)
+    return text.encode(errors="replace")
 
 
 def report_file(history: RunHistory, summary: dict[str, Any]) -> bytes:
@@ -107,7 +109,7 @@ def replay_file(name: str, run_name: str, result: dict[str, Any]) -> bytes:
 def write_report(
     run_dir: Path, *, wall_s: dict[str, float] | None = None, finished: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write summary.json, plots/*.png and report.html from the run directory alone, and return the summary.
+    """Write summary.json and report.html from the run directory alone, for a run in any state; return the summary.
 
     Args:
         wall_s, finished: As in `summarise`.
@@ -115,6 +117,5 @@ def write_report(
     history = RunHistory(run_dir)
     summary = summarise(history, wall_s, finished)
     replace_file(run_dir / SUMMARY_NAME, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
-    write_plots(history, run_dir / "plots")
     replace_file(run_dir / PAGE_NAME, report_file(history, summary))
     return summary

@@ -1,27 +1,21 @@
 """The plots of a run: each answers the question in its title, from the figures of the log alone.
 
-PLOTS declares them; panels.py draws them. The functions here draw parts that are no figure of a step: evaluations and
-groups.
+A figure of a run is declared here, and nowhere else: the page and its export draw it, and a comparison of runs too. The
+functions make lines that are no figure of a step, such as evaluations and limits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import cycle, product
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
-from gspo.common.config.schema import Config
 from gspo.common.telemetry.advice import CLIPPED_TOO_MUCH
 from gspo.common.telemetry.source_figures import named_sources, source_figure
-from gspo.runlog.run_history import SETTLEMENTS, RunHistory
+from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import EvaluationRecord
-from gspo.view.picture.panels import (
+from gspo.view.picture.curves import (
     BLUE,
     GREEN,
     GREY,
@@ -29,166 +23,111 @@ from gspo.view.picture.panels import (
     PURPLE,
     RED,
     SKY,
-    STYLE,
-    Layer,
-    Limit,
+    Curve,
     Line,
     Panel,
-    draw_line,
-    draw_panels,
+    Plot,
+    StepFigure,
+    Style,
+    level,
 )
 
-_SIZE_INCHES, _DPI = (6.4, 3.5), 150
 # Of the held-out files, in their order.
-_COLOURS, _STYLES = (BLUE, GREEN, PURPLE, ORANGE), ("o-", "s-", "^-", "v-")
+_COLOURS = (BLUE, GREEN, PURPLE, ORANGE)
 # Of the sources of prompts, again from the first after the last.
-_SOURCE_STYLES = tuple(product(("-", "--", ":"), (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)))
-# The highest y of a share that is often 0.
+_STYLES: tuple[Style, ...] = ("solid", "dashed", "dotted")
+_SOURCE_STYLES = tuple(product(_STYLES, (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)))
+# The highest y of a share or a mean that is often 0.
 _SMALL_SHARE = 0.05
+_share = partial(Panel, is_share=True, least_top=_SMALL_SHARE)
 
 
-class Plot:
-    """One plot.
-
-    Args:
-        name: Of its file.
-        question: Its title.
-        reading: How to read it.
-        panels: From top to bottom.
-        needs: Figures of which one must have a value other than 0; empty where any value of a panel is enough.
-    """
-
-    def __init__(self, name: str, question: str, reading: str, *panels: Panel, needs: tuple[str, ...] = ()) -> None:
-        self.name, self.question, self.reading, self.panels, self.needs = name, question, reading, panels, needs
+def curves_of(history: RunHistory) -> list[Curve]:
+    """The curves that the log has figures for, in the order of PLOTS."""
+    return [curve for plot in PLOTS for curve in plot.curves(history)]
 
 
-def write_plots(history: RunHistory, folder: Path) -> list[Plot]:
-    """Write the plots that the log has figures for as plots/*.png, and return them; files of the others are removed."""
-    folder.mkdir(exist_ok=True)
-    return [plot for plot in PLOTS if _write(plot, history, folder / f"{plot.name}.png")]
-
-
-def _write(plot: Plot, history: RunHistory, path: Path) -> bool:
-    with rc_context(STYLE):
-        figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
-        is_needed = not plot.needs or any(np.nansum(history.series(name)) for name in plot.needs)
-        if not is_needed or not draw_panels(figure, plot.panels, history):
-            path.unlink(missing_ok=True)
-            return False
-        figure.suptitle(plot.question, x=0.015, horizontalalignment="left", fontsize=11.5, fontweight="bold")
-        figure.savefig(path)
-    return True
-
-
-def _add_points(
-    axes: Any, records: list[EvaluationRecord], figure: str, label: str, colour: str, style: str, error: str = ""
-) -> bool:
+def _evaluated(
+    records: Iterable[EvaluationRecord], figure: str, label: str, colour: str, error: str = ""
+) -> Iterator[Line]:
     """A figure of evaluations over the policy versions, with its standard error where `error` names one."""
-    points = [record for record in records if figure in record.figures]
-    if not points:
-        return False
-    errors = [record.figures.get(error, 0.0) for record in points]
-    axes.errorbar(
-        [record.version for record in points],
-        [record.figures[figure] for record in points],
-        yerr=errors if any(errors) else None,
-        fmt=style,
-        color=colour,
-        markersize=5,
-        capsize=3,
-        linewidth=1.2,
-        label=label,
-    )
-    return True
+    having = [record for record in records if figure in record.figures]
+    widths = {record.version: record.figures.get(error) for record in having} if error else {}
+    if having:
+        values = {record.version: record.figures[figure] for record in having}
+        yield Line(label, figure, colour, values, "points", widths)
 
 
-def _add_rewards(axes: Any, history: RunHistory) -> bool:
-    """The held-out reward of every file, sampled, and of the first file also greedy."""
-    has_content = False
-    for (file, records), colour, style in zip(history.by_file.items(), _COLOURS, _STYLES, strict=False):
+def _held_out_rewards(history: RunHistory) -> Iterator[Line]:
+    """The held-out reward of every file, sampled, and of the first file also greedy; the best version."""
+    for (file, records), colour in zip(history.by_file.items(), _COLOURS, strict=False):
         name = file or "held-out prompts"
-        label = f"{name}, sampled (± standard error)"
-        has_content |= _add_points(axes, records, "sampled_mean", label, colour, style, "sampled_stderr")
+        yield from _evaluated(records, "sampled_mean", f"{name}, sampled (± standard error)", colour, "sampled_stderr")
         if records is history.headline:
-            has_content |= _add_points(axes, records, "greedy_mean", f"{name}, greedy", RED, "D:")
-    if history.best is not None:
-        axes.axvline(history.best[0], color=RED, linestyle=":", linewidth=1, label=f"best version, {history.best[0]}")
-    return has_content
+            yield from _evaluated(records, "greedy_mean", f"{name}, greedy", RED)
+    best = history.best[0] if history.best else None
+    for record in history.headline:
+        if record.version == best and "sampled_mean" in record.figures:
+            label = f"best version, {best}"
+            yield Line(label, "score", ORANGE, {record.version: record.figures["sampled_mean"]}, "points")
 
 
-def _add_pass_at_k(axes: Any, history: RunHistory) -> bool:
+def _pass_at_k(history: RunHistory) -> Iterator[Line]:
     """pass@k of the first held-out file over the versions: k of 1, a power of two in the middle, and the largest."""
-    axes.set_xlabel("policy version")
     largest = max((record.largest_pass for record in history.headline), default=0)
     if largest < 2 or len(history.headline) < 2:
-        return False
-    ks = sorted({1, min(1 << (largest.bit_length() // 2), largest), largest})
-    has_content = False
-    for k, colour, style in zip(ks, _COLOURS, _STYLES, strict=False):
-        has_content |= _add_points(axes, history.headline, f"pass_at_{k}", f"pass@{k}", colour, style)
-    return has_content
-
-
-def _add_turns(axes: Any, history: RunHistory) -> bool:
-    """Turns of the conversations about held-out prompts; they alone are no reason to draw the plot."""
-    for (file, records), colour in zip(history.by_file.items(), (ORANGE, GREEN, PURPLE, RED), strict=False):
-        _add_points(axes, records, "turns_mean", f"{file or 'held-out prompts'}, sampled", colour, "D")
-    return False
-
-
-def _of_sources(figure: str) -> Callable[[Any, RunHistory], bool]:
-    """Draws a figure of each source of prompts."""
-
-    def add(axes: Any, history: RunHistory) -> bool:
-        sources = named_sources(history.figures)
-        for source, (style, colour) in zip(sources, cycle(_SOURCE_STYLES), strict=False):
-            draw_line(axes, Line(source_figure(source, figure), source, colour, style), history)
-        return bool(sources)
-
-    return add
-
-
-def _add_group_bars(axes: Any, history: RunHistory) -> bool:
-    groups = history.groups
-    counts = {**{name: groups.counts[name] for name in SETTLEMENTS}, "open": groups.open}
-    if not groups.issued:
-        return False
-    bars = axes.barh(list(counts), list(counts.values()), color=(GREEN, SKY, ORANGE, RED, PURPLE, GREY))
-    labels = [f"{count:,}  ({count / groups.issued:.0%})" for count in counts.values()]
-    axes.bar_label(bars, labels, padding=4, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("groups")
-    axes.margins(x=0.18)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.grid(axis="y", visible=False)
-    return True
-
-
-def _clip_bounds(config: Config) -> Iterator[Limit]:
-    """The log-ratios beyond which a sequence is clipped; a ratio of each token has no bound on their mean."""
-    if not config.algorithm.clips_sequences or config.algorithm.pg_clip_reference_length is not None:
         return
-    low, high = config.algorithm.clip
-    if low < 1:
-        yield Limit(float(np.log1p(-low)), "clip", RED)
-    yield Limit(float(np.log1p(high)), None if low < 1 else "clip", RED)
+    ks = sorted({1, min(1 << (largest.bit_length() // 2), largest), largest})
+    for k, colour in zip(ks, _COLOURS, strict=False):
+        yield from _evaluated(history.headline, f"pass_at_{k}", f"pass@{k}", colour)
 
 
-def _add_clip_sides(axes: Any, history: RunHistory) -> bool:
-    """The mean bounds of each step, if an answer's clip follows from its length."""
-    low, high = (history.series(f"clip_{side}_mean") for side in ("low", "high"))
-    if not np.isnan(high).all():
-        style = {"color": RED, "linestyle": "--", "linewidth": 1}
-        axes.plot(history.steps, np.log1p(-np.minimum(low, 1 - 1e-9)), label="clip, mean over sequences", **style)
-        axes.plot(history.steps, np.log1p(high), **style)
-    return False
+def _evaluated_turns(history: RunHistory) -> Iterator[Line]:
+    """Turns of the conversations about held-out prompts."""
+    for (file, records), colour in zip(history.by_file.items(), (ORANGE, GREEN, PURPLE, RED), strict=False):
+        yield from _evaluated(records, "turns_mean", f"{file or 'held-out prompts'}, sampled", colour)
 
 
-def _age_limit(config: Config) -> Iterator[Limit]:
-    staleness = config.staleness
-    masks = staleness.on_stale == "mask"
-    key, age = ("max_token_age", staleness.token_age_limit) if masks else ("max_lag", staleness.max_lag)
-    yield Limit(age, f"allowed: staleness.{key} {age}")
+def _by_source(figure: str, history: RunHistory) -> Iterator[Line]:
+    """A figure of each source of prompts."""
+    for source, (style, colour) in zip(named_sources(history.figures), cycle(_SOURCE_STYLES), strict=False):
+        yield from StepFigure(source_figure(source, figure), source, colour, style).lines(history)
+
+
+def _clip_bounds(history: RunHistory) -> Iterator[Line]:
+    """The log-ratios beyond which a sequence is clipped; a ratio of each token has no bound on their mean.
+
+    If an answer's clip follows from its length, they are the means over the sequences of each step.
+    """
+    config = history.config
+    if config is not None and config.algorithm.clips_sequences and config.algorithm.pg_clip_reference_length is None:
+        low, high = config.algorithm.clip
+        if low < 1:
+            yield level(history, math.log1p(-low), "clip", RED)
+        yield level(history, math.log1p(high), "clip", RED)
+    for figure, sign in (("clip_low_mean", -1), ("clip_high_mean", 1)):
+        means = {step: value for step, value in history.series(figure).items() if value is not None}
+        if means:
+            bounds = {step: math.log1p(max(sign * value, 1e-9 - 1)) for step, value in means.items()}
+            yield Line("clip, mean over sequences", figure, RED, bounds, "dashed")
+
+
+def _age_limit(history: RunHistory) -> Iterator[Line]:
+    if history.config is not None:
+        staleness = history.config.staleness
+        masks = staleness.on_stale == "mask"
+        key, age = ("max_token_age", staleness.token_age_limit) if masks else ("max_lag", staleness.max_lag)
+        yield level(history, age, f"allowed: staleness.{key} {age}")
+
+
+def _gradient_limit(history: RunHistory) -> Iterator[Line]:
+    if history.config is not None:
+        limit = history.config.learner.max_grad_norm
+        yield level(history, limit, f"max_grad_norm {limit:g}")
+
+
+def _clipped_limit(history: RunHistory) -> Iterator[Line]:
+    yield level(history, CLIPPED_TOO_MUCH, f"advice when over {CLIPPED_TOO_MUCH:.0%} for long")
 
 
 PLOTS = (
@@ -199,94 +138,30 @@ PLOTS = (
         "evaluation.limit_between). The training line jumps, because each step has other prompts.",
         Panel(
             "mean reward",
-            Line("reward_mean", "training rollouts of the step", SKY),
-            add=_add_rewards,
-            y_range=(None, None),
+            StepFigure("reward_mean", "training rollouts of the step", SKY),
+            lines=_held_out_rewards,
+            low=None,
         ),
     ),
     Plot(
-        "sources",
-        "Which task gets better?",
-        "The training rewards of each source of prompts. A source whose groups all have equal rewards teaches nothing "
-        "at present, also with a large weight.",
-        Panel("mean reward", add=_of_sources("reward_mean"), y_range=(None, None)),
-        Panel("equal rewards", add=_of_sources("zero_spread_groups"), is_share=True, least_top=_SMALL_SHARE),
-        Panel("tokens an answer", add=_of_sources("response_tokens_mean")),
-    ),
-    Plot(
-        "pass",
-        "Does it solve more, or the same more surely?",
-        "pass@k: the chance that the best of k sampled answers has at least evaluation.pass_reward. If pass@1 rises "
-        "and pass@k with a large k does not, the policy solves more surely the prompts that it could solve before.",
-        Panel("share of prompts", add=_add_pass_at_k, is_share=True, y_range=(0, 1.02)),
-    ),
-    Plot(
-        "turns",
-        "How many turns does it take?",
-        "A conversation that a limit ends is as long as the limit allows: see how conversations end.",
-        Panel(
-            "turns",
-            Line("turns_mean", "mean over the step's rollouts", BLUE),
-            Line("turns_done_mean", "of them, those that the environment ended", SKY),
-            add=_add_turns,
-        ),
-        Panel("tokens a turn", Line("turn_tokens_mean", "mean over the step's turns", GREEN)),
-    ),
-    Plot(
-        "tools",
-        "Does it use its tools?",
-        "Calls that the environment answered. A malformed call gets its error as answer, and counts among the turns.",
-        Panel("tool calls", Line("tool_calls_mean", "mean over the step's rollouts", BLUE)),
-        Panel(
-            "malformed",
-            Line("malformed_calls_mean", "turns with a malformed call, mean over rollouts", RED),
-            least_top=_SMALL_SHARE,
-        ),
-        needs=("tool_calls_mean", "malformed_calls_mean"),
-    ),
-    Plot(
-        "ends",
-        "How do conversations end?",
-        "Hatched: cut off by a limit of the section environment, or by a failure of the environment.",
-        Panel(
-            "share of rollouts",
-            Layer("ended_environment_done", "the environment was done", GREEN),
-            Layer("ended_turn_limit", "max_turns", ORANGE, "///"),
-            Layer("ended_turn_token_limit", "turn_tokens", PURPLE, "///"),
-            Layer("ended_truncated", "response_length", SKY, "///"),
-            Layer("ended_time_limit", "total_timeout_s", GREY, "///"),
-            Layer("ended_step_time_limit", "step_timeout_s", BLUE, "xxx"),
-            Layer("ended_environment_failed", "the environment failed", RED, "xxx"),
-            is_share=True,
-            y_range=(0, 1),
-        ),
-    ),
-    Plot(
-        "spread",
-        "Is there something to learn from?",
-        "A group whose rewards are all equal gives no gradient, because advantages are relative to the group: its "
-        "prompt is too hard or too easy.",
-        Panel(
-            "share of groups",
-            Line("zero_spread_groups", "groups whose rewards are all equal", RED),
-            is_share=True,
-            least_top=_SMALL_SHARE,
-        ),
-        Panel("reward", Line("reward_std", "standard deviation over the step's rollouts", BLUE)),
+        "length",
+        "Do answers grow, and are they cut off?",
+        "If length and the share of cut-off answers rise together, response_length decides the reward.",
+        Panel("tokens an answer", StepFigure("response_tokens_mean", "mean over the step's rollouts", BLUE)),
+        _share("cut off", StepFigure("truncated_share", "share cut off at response_length", RED)),
     ),
     Plot(
         "clip",
         "How much of the signal does the clip remove?",
         "A clipped sequence gives no gradient in its optimizer step (under a token ratio, a part of it; under cispo "
-        "its weight is bounded). If the line "
-        "of the noise is far up in the bars, the clip cuts numerical differences between the engines, not changes of "
-        "the policy.",
+        "its weight is bounded). If the line of the noise is far up in the bars, the clip cuts numerical differences "
+        "between the engines, not changes of the policy.",
         Panel(
             "share of sequences",
-            Line("noise_share", "outside by engine noise alone", "black", ":"),
-            Layer("clipped_sequences_low", "ratio below the clip", BLUE),
-            Layer("clipped_sequences_high", "ratio above it", ORANGE, "///"),
-            limits=lambda _config: [Limit(CLIPPED_TOO_MUCH, f"advice when over {CLIPPED_TOO_MUCH:.0%} for long")],
+            StepFigure("clipped_sequences_low", "ratio below the clip", BLUE, "stacked"),
+            StepFigure("clipped_sequences_high", "ratio above it", ORANGE, "stacked"),
+            StepFigure("noise_share", "outside by engine noise alone", "black", "dotted"),
+            beside=_clipped_limit,
             is_share=True,
         ),
     ),
@@ -296,53 +171,48 @@ PLOTS = (
         "At the step's first weights, engine noise and lag put sequences outside. Above that line, the policy has "
         "moved within the step. Below the dotted line, the engines' noise alone explains it. With old_logprobs: "
         "recompute, movement is all there is.",
-        Panel(
+        _share(
             "share of sequences",
-            Line("outside_clip_sequences", "outside the clip", BLUE),
-            Line("outside_clip_at_start", "of the step's first weights: noise and lag", ORANGE),
-            Line("outside_clip_noise", "noise alone, where it is known", "black", ":"),
-            is_share=True,
-            least_top=_SMALL_SHARE,
+            StepFigure("outside_clip_sequences", "outside the clip", BLUE),
+            StepFigure("outside_clip_at_start", "of the step's first weights: noise and lag", ORANGE),
+            StepFigure("outside_clip_noise", "noise alone, where it is known", "black", "dotted"),
         ),
     ),
     Plot(
         "log_ratio",
         "How far does the policy move from the old one?",
-        "The mean log-ratio of a sequence's tokens, over all optimizer steps of a step. The old policy is the policy "
-        "that sampled; with old_logprobs: recompute it has the step's first weights. Outside the dashed lines a "
-        "sequence is clipped if its advantage points outwards.",
+        "The mean log-ratio of a sequence's tokens, over all optimizer steps of a step, and its standard deviation. "
+        "The old policy is the policy that sampled; with old_logprobs: recompute it has the step's first weights. "
+        "Outside the dashed lines a sequence is clipped if its advantage points outwards.",
         Panel(
             "log-ratio (nats)",
-            Line("log_ratio_mean", "mean over sequences", BLUE, band="log_ratio_std"),
-            limits=_clip_bounds,
-            add=_add_clip_sides,
-            y_range=(None, None),
+            StepFigure("log_ratio_mean", "mean over sequences (± std)", BLUE, width="log_ratio_std"),
+            beside=_clip_bounds,
+            low=None,
         ),
-        Panel("largest |log-ratio|", Line("log_ratio_max", None, PURPLE)),
+        Panel("largest |log-ratio|", StepFigure("log_ratio_max", "largest", PURPLE)),
     ),
     Plot(
-        "length",
-        "Do answers grow, and are they cut off?",
-        "If length and the share of cut-off answers rise together, response_length decides the reward.",
-        Panel("tokens an answer", Line("response_tokens_mean", "mean over the step's rollouts", BLUE)),
-        Panel(
-            "cut off",
-            Line("truncated_share", "share cut off at response_length", RED),
-            is_share=True,
-            least_top=_SMALL_SHARE,
-        ),
+        "entropy",
+        "Does the policy keep exploring?",
+        "If the entropy falls towards 0, the rewards of a group become equal, and nothing is left to learn from.",
+        Panel("entropy (nats)", StepFigure("entropy", "mean over tokens", GREEN)),
+        Panel("k3 (nats)", StepFigure("k3", "KL estimate to the old policy", ORANGE)),
     ),
     Plot(
-        "experts",
-        "How far do the routers move within a step?",
-        "Under routing_replay: learner the step's passes keep the experts of its first weights. The line is the share "
-        "of tokens whose router would have chosen others in the last mini-batch: what the replay holds back.",
-        Panel(
-            "share of tokens",
-            Line("experts_changed", "tokens with other experts at present", PURPLE),
-            is_share=True,
-            least_top=_SMALL_SHARE,
-        ),
+        "gradient",
+        "Is training stable?",
+        "Look for jumps of the norm. The loss of a policy gradient does not fall during learning.",
+        Panel("gradient norm", StepFigure("grad_norm", "before it is scaled down", BLUE), beside=_gradient_limit),
+        Panel("loss", StepFigure("loss", "loss", PURPLE), low=None),
+    ),
+    Plot(
+        "spread",
+        "Is there something to learn from?",
+        "A group whose rewards are all equal gives no gradient, because advantages are relative to the group: its "
+        "prompt is too hard or too easy.",
+        _share("share of groups", StepFigure("zero_spread_groups", "groups whose rewards are all equal", RED)),
+        Panel("reward", StepFigure("reward_std", "standard deviation over the step's rollouts", BLUE)),
     ),
     Plot(
         "age",
@@ -350,38 +220,11 @@ PLOTS = (
         "The number of versions between the policy that sampled a token and the trained policy. 0 is on-policy.",
         Panel(
             "age (policy versions)",
-            Line("age_mean", "mean over counted tokens", BLUE),
-            Line("age_max", "oldest counted token", RED, ":"),
-            limits=_age_limit,
-            y_range=(-0.05, None),
+            StepFigure("age_mean", "mean over counted tokens", BLUE),
+            StepFigure("age_max", "oldest counted token", RED, "dotted"),
+            beside=_age_limit,
+            low=-0.05,
         ),
-    ),
-    Plot(
-        "entropy",
-        "Does the policy keep exploring?",
-        "If the entropy falls towards 0, the rewards of a group become equal, and nothing is left to learn from.",
-        Panel("entropy (nats)", Line("entropy", "mean over tokens", GREEN)),
-        Panel("k3 (nats)", Line("k3", "KL estimate to the old policy", ORANGE)),
-    ),
-    Plot(
-        "teacher",
-        "Does the policy come to answer like its teacher?",
-        "The KL from policy to teacher, estimated on the policy's own answers. It may stay above 0 where the policy "
-        "has too few parameters for the teacher's answers.",
-        Panel("KL (nats a token)", Line("teacher_kl", "mean over tokens", PURPLE), y_range=(None, None)),
-    ),
-    Plot(
-        "gradient",
-        "Is training stable?",
-        "Look for jumps of the norm. The loss of a policy gradient does not fall during learning.",
-        Panel(
-            "gradient norm",
-            Line("grad_norm", "before it is scaled down", BLUE),
-            limits=lambda config: [
-                Limit(config.learner.max_grad_norm, f"max_grad_norm {config.learner.max_grad_norm:g}")
-            ],
-        ),
-        Panel("loss", Line("loss", None, PURPLE), y_range=(None, None)),
     ),
     Plot(
         "time",
@@ -389,29 +232,100 @@ PLOTS = (
         "Waiting means that generation or reward is slower than training. No waiting means that training is slower.",
         Panel(
             "seconds a step",
-            Layer("wait_s", "waiting for rollouts", GREY),
-            Layer("train_s", "training", BLUE),
-            Layer("shift_s", "handing shared cards over", RED, "\\\\"),
-            Layer("probe_s", "measuring the engines' mismatch", SKY),
-            Layer("publish_s", "making the version: training waits", ORANGE, "///"),
-            Layer("hold_s", "waiting for an evaluation", PURPLE, "xxx"),
-            Layer("log_s", "logging", GREEN, "..."),
-            Line("version_beside_s", "making the version, beside training", "black", ":"),
-            Line("checkpoint_beside_s", "writing a checkpoint, beside training", "black", "--"),
+            StepFigure("wait_s", "waiting for rollouts", GREY, "stacked"),
+            StepFigure("train_s", "training", BLUE, "stacked"),
+            StepFigure("shift_s", "handing shared cards over", RED, "stacked"),
+            StepFigure("probe_s", "measuring the engines' mismatch", SKY, "stacked"),
+            StepFigure("publish_s", "making the version: training waits", ORANGE, "stacked"),
+            StepFigure("hold_s", "waiting for an evaluation", PURPLE, "stacked"),
+            StepFigure("log_s", "logging", GREEN, "stacked"),
+            StepFigure("version_beside_s", "making the version, beside training", "black", "dotted"),
+            StepFigure("checkpoint_beside_s", "writing a checkpoint, beside training", "black", "dashed"),
         ),
+    ),
+    Plot(
+        "sources",
+        "Which task gets better?",
+        "The training rewards of each source of prompts. A source whose groups all have equal rewards teaches nothing "
+        "at present, also with a large weight.",
+        Panel("mean reward", lines=partial(_by_source, "reward_mean"), low=None),
+        _share("equal rewards", lines=partial(_by_source, "zero_spread_groups")),
+        Panel("tokens an answer", lines=partial(_by_source, "response_tokens_mean")),
+    ),
+    Plot(
+        "pass",
+        "Does it solve more, or the same more surely?",
+        "pass@k: the chance that the best of k sampled answers has at least evaluation.pass_reward. If pass@1 rises "
+        "and pass@k with a large k does not, the policy solves more surely the prompts that it could solve before.",
+        Panel("share of prompts", lines=_pass_at_k, is_share=True, high=1.02),
+    ),
+    Plot(
+        "turns",
+        "How many turns does it take?",
+        "A conversation that a limit ends is as long as the limit allows: see how conversations end.",
+        Panel(
+            "turns",
+            StepFigure("turns_mean", "mean over the step's rollouts", BLUE),
+            StepFigure("turns_done_mean", "of them, those that the environment ended", SKY),
+            beside=_evaluated_turns,
+        ),
+        Panel("tokens a turn", StepFigure("turn_tokens_mean", "mean over the step's turns", GREEN)),
+    ),
+    Plot(
+        "tools",
+        "Does it use its tools?",
+        "Calls that the environment answered. A malformed call gets its error as answer, and counts among the turns.",
+        Panel("tool calls", StepFigure("tool_calls_mean", "mean over the step's rollouts", BLUE)),
+        Panel(
+            "malformed",
+            StepFigure("malformed_calls_mean", "turns with a malformed call, mean over rollouts", RED),
+            least_top=_SMALL_SHARE,
+        ),
+        needs=("tool_calls_mean", "malformed_calls_mean"),
+    ),
+    Plot(
+        "ends",
+        "How do conversations end?",
+        "All but the first layer were cut off by a limit of the section environment, or by a failure of the "
+        "environment.",
+        Panel(
+            "share of rollouts",
+            StepFigure("ended_environment_done", "the environment was done", GREEN, "stacked"),
+            StepFigure("ended_turn_limit", "max_turns", ORANGE, "stacked"),
+            StepFigure("ended_turn_token_limit", "turn_tokens", PURPLE, "stacked"),
+            StepFigure("ended_truncated", "response_length", SKY, "stacked"),
+            StepFigure("ended_time_limit", "total_timeout_s", GREY, "stacked"),
+            StepFigure("ended_step_time_limit", "step_timeout_s", BLUE, "stacked"),
+            StepFigure("ended_environment_failed", "the environment failed", RED, "stacked"),
+            is_share=True,
+            high=1.0,
+        ),
+    ),
+    Plot(
+        "experts",
+        "How far do the routers move within a step?",
+        "Under routing_replay: learner the step's passes keep the experts of its first weights. The line is the share "
+        "of tokens whose router would have chosen others in the last mini-batch: what the replay holds back.",
+        _share("share of tokens", StepFigure("experts_changed", "tokens with other experts at present", PURPLE)),
+    ),
+    Plot(
+        "teacher",
+        "Does the policy come to answer like its teacher?",
+        "The KL from policy to teacher, estimated on the policy's own answers. It may stay above 0 where the policy "
+        "has too few parameters for the teacher's answers.",
+        Panel("KL (nats a token)", StepFigure("teacher_kl", "mean over tokens", PURPLE), low=None),
     ),
     Plot(
         "mfu",
         "How well are the cards used?",
         "MFU: the operations that the model needs, as a share of the cards' peak. The learner's is over the time of "
         "training and its own cards; the loop's is over the whole step and the cards of learner and generators.",
-        Panel("share of peak", Line("learner_mfu", "learner", BLUE), Line("mfu", "whole loop", ORANGE), is_share=True),
-        Panel("tokens/s a card", Line("tokens_per_s_per_card", "trained tokens, whole loop", GREEN)),
-    ),
-    Plot(
-        "groups",
-        "How did the groups end?",
-        "Every group that is issued ends once. Stale: too old to be trained. Unused: open at the end of the run.",
-        Panel("", add=_add_group_bars, y_range=(None, None)),
+        Panel(
+            "share of peak",
+            StepFigure("learner_mfu", "learner", BLUE),
+            StepFigure("mfu", "whole loop", ORANGE),
+            is_share=True,
+        ),
+        Panel("tokens/s a card", StepFigure("tokens_per_s_per_card", "trained tokens, whole loop", GREEN)),
     ),
 )

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gspo.view.picture.curves import BLUE, RED, Axis, Curve, Line
 
 RESULT_NAME, REPLAYS = "result.json", "replays"
 # Figure -> the curve's question, and whether it is a share.
@@ -22,7 +23,6 @@ FIGURES = {
     "grad_norm": ("Is the gradient as large?", False),
 }
 NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
-_COLOURS = {"recorded": "#0072B2", "replayed": "#D55E00"}
 _DIGEST = "digest"
 Number = Annotated[float, Field(allow_inf_nan=True)]
 
@@ -73,33 +73,24 @@ class ReplayResult(BaseModel):
         """The figures of FIGURES that a step has."""
         return [name for name in FIGURES if any(name in step.values for step in self.steps)]
 
-    def curves(self) -> list[dict[str, Any]]:
-        """Recorded and replayed values of each figure, for curves.js."""
+    def curves(self) -> list[Curve]:
+        """Recorded and replayed values of each figure."""
         return [self._curve(name) for name in self.figures]
 
-    def _curve(self, name: str) -> dict[str, Any]:
+    def _curve(self, name: str) -> Curve:
         question, is_share = FIGURES[name]
-        having = [step for step in self.steps if name in step.values]
-        lines = [
-            {
-                "label": side,
-                "figure": name,
-                "colour": colour,
-                "is_dashed": side == "replayed",
-                "values": [_finite(getattr(step.values[name], side)) for step in having],
-            }
-            for side, colour in _COLOURS.items()
-        ]
+        having = {step.step: step.values[name] for step in self.steps if name in step.values}
+        recorded = {step: _number(value.recorded) for step, value in having.items()}
+        replayed = {step: _number(value.replayed) for step, value in having.items()}
+        lines = Line("recorded", name, BLUE, recorded), Line("replayed", name, RED, replayed, "dashed")
         reading = "A single visible line means that both are equal."
         if self.changes and self.start + 1 < self.first:
             reading += f" The steps before {self.first} are made as recorded."
-        label = name.replace("_", " ")
-        facts = {"name": name, "question": question, "reading": reading, "label": label, "is_share": is_share}
-        return {**facts, "steps": [step.step for step in having], "lines": lines}
+        return Curve(name, question, reading, Axis(name.replace("_", " "), is_share), lines)
 
 
-def _finite(value: float | str | None) -> float | None:
-    return value if isinstance(value, float) and math.isfinite(value) else None
+def _number(value: float | str | None) -> float | None:
+    return value if isinstance(value, float) else None
 
 
 def replay_names(run_dir: Path) -> list[str]:

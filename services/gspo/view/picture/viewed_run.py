@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
-
-import numpy as np
 
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.clip_causes import clip_causes_line, mismatch_line
 from gspo.common.telemetry.step_time import shares
 from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import SUMMARY_NAME, RunLog
-from gspo.view.picture.panels import Layer, Panel
-from gspo.view.picture.plots import PLOTS, Plot
+from gspo.view.picture.curves import Curve
+from gspo.view.picture.plots import curves_of
 from gspo.view.picture.summary import advised, difference, end_in_words, notes, summarise
 from gspo.view.picture.tables import config_keys, endings, evaluation_table, read_samples, stale_by_length, what_ran
 
-# The curves of the page, by the names of the report's plots.
-CURVES = (
-    "reward", "length", "clip", "clip_causes", "log_ratio", "entropy",
-    "gradient", "spread", "age", "time", "turns", "teacher",
-)  # fmt: skip
 # Versions in the table of pushes, the newest first.
 _PUSHES_SHOWN = 10
 # None of their keys can hold a secret.
 _SECTIONS = ("algorithm.", "sampling.", "staleness.")
-
-
-_HELD_OUT = {"sampled_mean": ("sampled", "#0072B2"), "greedy_mean": ("greedy", "#D55E00")}
 
 
 @dataclass(frozen=True)
@@ -90,8 +79,8 @@ class ViewedRun:
         services = self._services(self.run_dir, history.config) if self._services else None
         return {**run_facts(history, summarise(history)), "services": services}
 
-    def curves(self) -> list[dict[str, Any]]:
-        """The curves that the log has figures for: a name, a question, how to read it, steps, and lines over them."""
+    def curves(self) -> list[Curve]:
+        """The curves that the log has figures for."""
         return curves_of(self._history())
 
     def keys(self) -> dict[str, str]:
@@ -138,60 +127,3 @@ def run_facts(history: RunHistory, summary: dict[str, Any]) -> dict[str, Any]:
         "has_best": (run_dir / "best" / "config.json").is_file(),
         "evaluation": files if history.evaluations and files else "PROMPTS.jsonl",
     }
-
-
-def curves_of(history: RunHistory) -> list[dict[str, Any]]:
-    """The curves of a history, in the order of CURVES."""
-    by_name = {plot.name: plot for plot in PLOTS}
-    return [curve for name in CURVES if (curve := _curve(by_name[name], history))["lines"]]
-
-
-def _curve(plot: Plot, history: RunHistory) -> dict[str, Any]:
-    panel = plot.panels[0]
-    lines = list(_lines(panel, history))
-    steps = history.steps.tolist()
-    if plot.name == "reward":
-        versions = sorted({record.version for record in history.headline})
-        steps = sorted({*steps, *versions})
-        lines = [*_over(steps, history.steps.tolist(), lines), *_held_out_lines(steps, history)]
-    return {
-        "name": plot.name,
-        "question": plot.question,
-        "reading": plot.reading,
-        "label": panel.label,
-        "is_share": panel.is_share,
-        "steps": steps,
-        "lines": lines,
-    }
-
-
-def _lines(panel: Panel, history: RunHistory) -> Iterator[dict[str, Any]]:
-    for part in panel.parts:
-        values = history.series(part.figure)
-        if np.isnan(values).all() or (isinstance(part, Layer) and not np.nansum(values)):
-            continue
-        label, style = part.label or part.figure.replace("_", " "), "-" if isinstance(part, Layer) else part.style
-        yield _line(label, part.figure, part.colour, values.tolist(), is_dashed=style != "-")
-
-
-def _line(label: str, figure: str, colour: str, values: Sequence[float | None], *, is_dashed: bool) -> dict[str, Any]:
-    # JSON has no numbers beyond the finite ones.
-    finite = [value if value is not None and math.isfinite(value) else None for value in values]
-    return {"label": label, "figure": figure, "colour": colour, "values": finite, "is_dashed": is_dashed}
-
-
-def _over(steps: list[int], trained: list[int], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same lines over more steps."""
-    return [
-        line | {"values": [dict(zip(trained, line["values"], strict=True)).get(step) for step in steps]}
-        for line in lines
-    ]
-
-
-def _held_out_lines(steps: list[int], history: RunHistory) -> Iterator[dict[str, Any]]:
-    for figure, (words, colour) in _HELD_OUT.items():
-        values = {record.version: record.figures.get(figure) for record in history.headline}
-        if any(value is not None for value in values.values()):
-            yield _line(
-                f"held-out prompts, {words}", figure, colour, [values.get(step) for step in steps], is_dashed=False
-            )

@@ -1,16 +1,15 @@
 // Draws a page's curves with uPlot: of the page's own data, or of its server's, again when the log has grown.
 "use strict";
 (() => {
-  const HEIGHT_PX = 220;
-  const drawn = new Map();
+  const HEIGHT_PX = 220, DASHES = { dashed: [5, 4], dotted: [2, 3] };
+  const drawn = new Map(), captions = new Map();
   const place = document.getElementById("curves"), following = document.getElementById("following");
   const own = document.getElementById("curves-data");
   let bounds = null; // the steps that the reader chose; null is all of them
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const inkOf = (line) => (line.colour === "black" ? colour("--text") : line.colour);
-  const shown = (value, curve) =>
-    value == null ? "–" : curve.is_share ? `${(100 * value).toFixed(2)} %` : Number(value.toPrecision(4)).toString();
+  const rounded = (value, isShare) => (isShare ? `${Number((100 * value).toPrecision(4))} %` : `${Number(value.toPrecision(4))}`);
   const element = (name, text) => Object.assign(document.createElement(name), { textContent: text });
 
   function zoom(first, last) {
@@ -22,56 +21,96 @@
     return { min: steps[0], max: Math.max(steps[steps.length - 1], steps[0] + 1) };
   }
 
-  function options(curve, width) {
+  // Lines with the values where they are drawn. Stacked ones are drawn on the sum of those before them, the highest sum
+  // first, so that each covers the part of the others; a line with widths has both edges of its band after it.
+  function layersOf(curve) {
+    const sums = curve.steps.map(() => 0), stacked = [], others = [];
+    for (const line of curve.lines) {
+      const drawnAt = line.style !== "stacked" ? line.values
+        : line.values.map((value, i) => (value === null ? null : (sums[i] += value)));
+      (line.style === "stacked" ? stacked : others).push({ line, values: drawnAt });
+      for (const sign of line.widths ? [1, -1] : []) {
+        const values = line.values.map((value, i) => (value === null ? null : value + sign * (line.widths[i] ?? 0)));
+        others.push({ line, values, isEdge: true });
+      }
+    }
+    return [...stacked.reverse(), ...others];
+  }
+
+  // What the legend says of a line at a step; a stacked line is drawn elsewhere.
+  function shown(line, place, isShare) {
+    const [value, width] = [line.values[place], line.widths?.[place]].map((of) => (of == null ? "" : rounded(of, isShare)));
+    return value ? value + (width && ` ± ${width}`) : "–";
+  }
+
+  function seriesOf({ line, isEdge }, known) {
+    const ink = inkOf(line);
+    if (isEdge) return { class: "edge", stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+    const value = (_plot, _value, series, place) => shown(known.layers[series - 1].line, place, known.isShare);
+    const series = { label: line.label, stroke: ink, value, width: 1.5, dash: DASHES[line.style], spanGaps: true, points: { fill: ink } };
+    switch (line.style) {
+      case "stacked":
+        return { ...series, fill: ink, width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [1, Infinity] }) };
+      case "points": return { ...series, points: { show: true, fill: ink } };
+      case "faint": return { ...series, width: 1, alpha: 0.35, points: { show: false } };
+      default: return line.figure ? series : { ...series, points: { show: false } };
+    }
+  }
+
+  function options(curve, known) {
+    const { layers } = known;
     const axis = { stroke: colour("--text"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line") } };
-    const labels = (_plot, values) => values.map((value) =>
-      curve.is_share ? `${Number((100 * value).toPrecision(4))} %` : Number(value.toPrecision(4)).toString());
+    const labels = (_plot, values) => values.map((value) => rounded(value, curve.is_share));
+    const range = (_plot, min, max) => {
+      if (min === null) return [null, null];
+      const pad = Math.abs(max) / 4 || (curve.least_top ?? 1); // of a flat line
+      const [low, high] = min === max ? [min - pad, max + pad] : uPlot.rangeNum(min, max, 0.1, true);
+      return [curve.low ?? low, Math.max(curve.high ?? high, curve.least_top ?? -Infinity)];
+    };
+    const bands = layers.flatMap(({ line, isEdge }, i) =>
+      isEdge && layers[i - 1].line === line && !layers[i - 1].isEdge ? [{ series: [i + 1, i + 2], fill: `${line.colour}33` }] : []);
     return {
-      width,
+      width: known.target.clientWidth,
       height: HEIGHT_PX,
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range } },
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
-      axes: [axis, { ...axis, size: 75, values: labels }],
-      series: [
-        { label: "step" },
-        ...curve.lines.map((line) => ({
-          label: line.label,
-          stroke: inkOf(line),
-          points: { fill: inkOf(line) },
-          width: 1.5,
-          dash: line.is_dashed ? [5, 4] : undefined,
-          spanGaps: true,
-          value: (_plot, value) => shown(value, curve),
-        })),
-      ],
+      axes: [axis, { ...axis, size: 75, label: curve.label, labelSize: 20, values: labels }],
+      bands,
+      series: [{ label: "step" }, ...layers.map((layer) => seriesOf(layer, known))],
     };
   }
 
-  const dataOf = (curve) => [curve.steps, ...curve.lines.map((line) => line.values)];
-
-  function add(curve) {
-    const figure = document.createElement("figure");
-    figure.append(element("h3", curve.question));
-    const target = document.createElement("div");
-    figure.append(target);
-    const names = [...new Set(curve.lines.map((line) => line.figure))].join(", ");
-    figure.append(element("figcaption", `${curve.label}. ${curve.reading} Figures of the log: ${names}.`));
-    place.append(figure);
-    const plot = new uPlot(options(curve, target.clientWidth), dataOf(curve), target);
-    drawn.set(curve.name, { plot, target, lines: curve.lines.length });
+  // The caption of a question's figure, which may have several curves.
+  function captionOf(curve) {
+    if (!captions.has(curve.question)) {
+      const figure = document.createElement("figure"), caption = element("figcaption", `${curve.reading} Figures of the log:`);
+      figure.append(element("h3", curve.question), caption);
+      place.append(figure);
+      captions.set(curve.question, caption);
+    }
+    return captions.get(curve.question);
   }
 
-  function show(curve) {
-    const known = drawn.get(curve.name);
-    if (known === undefined) {
-      add(curve);
-    } else if (known.lines !== curve.lines.length) {
-      known.plot.destroy();
-      known.plot = new uPlot(options(curve, known.target.clientWidth), dataOf(curve), known.target);
-      known.lines = curve.lines.length;
+  function targetOf(curve) {
+    const target = document.createElement("div"), caption = captionOf(curve);
+    caption.before(target);
+    const names = [...new Set(curve.lines.map((line) => line.figure))].filter(Boolean).join(", ");
+    caption.append(` ${curve.label}: ${names}.`);
+    return target;
+  }
+
+  function draw(curve) {
+    const layers = layersOf(curve), data = [curve.steps, ...layers.map(({ values }) => values)];
+    const known = drawn.get(curve.name) ?? { target: targetOf(curve), isShare: curve.is_share };
+    const isSame = known.layers?.length === layers.length;
+    known.layers = layers;
+    if (isSame) {
+      known.plot.setData(data, false);
     } else {
-      known.plot.setData(dataOf(curve), false);
+      known.plot?.destroy();
+      known.plot = new uPlot(options(curve, known), data, known.target);
     }
+    drawn.set(curve.name, known);
   }
 
   async function load() {
@@ -81,8 +120,8 @@
     return answer.json();
   }
 
-  async function draw() {
-    (await load()).forEach(show);
+  async function drawAll() {
+    (await load()).forEach(draw);
     if (bounds) zoom(bounds.min, bounds.max);
     else zoom(null, null);
   }
@@ -93,7 +132,7 @@
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       for (const id of ["facts", "details"]) document.getElementById(id).replaceWith(page.getElementById(id));
     }
-    await draw();
+    await drawAll();
   }
 
   const say = (error) => { following.textContent = `Cannot be shown now: ${error.message}. Load the page again.`; };
@@ -108,7 +147,7 @@
     for (const { plot, target } of drawn.values()) plot.setSize({ width: target.clientWidth, height: HEIGHT_PX });
   });
 
-  draw().catch(say);
+  drawAll().catch(say);
   if (!("open" in place.dataset)) return; // the run has ended
   // follow.js hears of changes.
   const note = (text) => () => { following.textContent = text; };
