@@ -14,7 +14,6 @@ PACKAGES = Path(sysconfig.get_paths()["purelib"])
 UNUSED = (
     *("numpy/**/tests", "pandas/tests", "regex/tests", "dill/tests", "fsspec/tests", "multiprocess/tests"),
     *("pyarrow/tests", "pyarrow/include", "pyarrow/src", "pyarrow/**/*.p[xy][dxi]"),
-    *("matplotlib/tests", "matplotlib/mpl-data/sample_data"),
     # Arrow's network server and object store; the copies of its library under other names.
     *("pyarrow/*arrow_flight*", "pyarrow/_flight*", "pyarrow/*arrow_s3*", "pyarrow/_s3fs*"),
     *("pyarrow/libarrow_python.so", "pyarrow/libarrow_python.so.*.*"),

@@ -15,13 +15,24 @@ import pytest
 
 from gspo.common.config.loading import ENVIRONMENT_NAME
 from gspo.learner.storage.run_directory import RunDir
+from gspo.runlog.run_history import RunHistory
+from gspo.runlog.run_log import PAGE_NAME
 from gspo.view.picture.page import write_report
+from gspo.view.picture.plots import curves_of
 from tests.browser.tab import open_tab
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.view.test_report import evaluate, train
 
 _START_S = 60
+# The texts of canvases without a line: coloured pixels, which axes and labels lack.
+_WITHOUT_INK = """[...document.querySelectorAll("canvas")].filter((canvas) => {
+  const spread = (rgb) => Math.max(...rgb) - Math.min(...rgb);
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let coloured = 0;
+  for (let i = 0; i < data.length; i += 4) coloured += data[i + 3] > 128 && spread(data.slice(i, i + 3)) > 30;
+  return coloured < 20;
+}).map((canvas) => canvas.closest("figure").textContent)"""
 _VIEWS = {"light": (1400, False), "dark": (1400, True), "narrow": (420, False)}
 
 
@@ -52,14 +63,18 @@ async def url(run_dir: Path) -> AsyncIterator[str]:
         await process.wait()
 
 
-async def test_the_curves_are_drawn(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["page", "report"])
+async def test_the_curves_are_drawn(url: str, run_dir: Path, tmp_path: Path, place: str) -> None:
+    """By the server of the page, and by the report from the disk alone."""
     async with open_tab(tmp_path / "profile") as tab:
-        await tab.load(url, "document.querySelectorAll('canvas').length >= 8")
+        address = url if place == "page" else (run_dir / PAGE_NAME).as_uri()
+        await tab.load(address, f"document.querySelectorAll('canvas').length >= {len(curves_of(RunHistory(run_dir)))}")
         page = await tab.text()
         assert "The last steps were bound by" in page
-        assert len(re.findall("<canvas", page)) == len(re.findall("<figure", page))
+        assert len(re.findall("<canvas", page)) >= len(re.findall("<figure", page)) >= 8
         assert "held-out prompts, sampled" in page
-        assert "Cannot be shown" not in page
+        assert "Cannot be shown" not in await tab.value("document.getElementById('following').textContent")
+        assert await tab.value(_WITHOUT_INK) == []
         for view, (width, is_dark) in _VIEWS.items():
-            picture = await tab.picture(f"run-{view}", width, is_dark=is_dark)
+            picture = await tab.picture(f"{place}-{view}", width, is_dark=is_dark)
             assert picture.stat().st_size > 50_000, "a page with curves"
