@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.plans.published_models import published_models
 from gspo.cli.plan.plan_request import Planned, PlanRequest, machine_of, planned_request
 from gspo.cli.plan.plan_tables import short_number
-from gspo.cli.plan.rates import find_card, rates_of
+from gspo.cli.plan.rates import find_kind, rates_of
 from gspo.cli.plan.refusal import counted
 from gspo.cli.plan.search import Shortfall
 from gspo.cli.plan.times import Seconds, parallel_cards
@@ -51,7 +51,7 @@ CASES = (
 
 def planned_case(case: PlannedCase) -> Planned | Shortfall | None:
     """The plan of a row, with assumed rates."""
-    card = find_card(None, 80)
+    card = find_kind(None, 80)
     request = PlanRequest(Path(case.model), case.num_cards, context=case.context, host_gib=case.host_gib)
     machine = machine_of(request, card, rates_of(card))
     return planned_request(request, published_models()[case.model], machine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gspo.common.host.gpu_kinds import Card
+from gspo.common.host.gpu_kinds import GpuKind
 
 # A pass is never free: at most so many a second.
 _MOST_PASSES_S = 10_000.0
@@ -22,7 +22,7 @@ class DecodePass:
     read_bytes: float
 
 
-def decode_rates(alone: DecodePass, together: DecodePass, card: Card) -> dict[str, float]:
+def decode_rates(alone: DecodePass, together: DecodePass, card: GpuKind) -> dict[str, float]:
     """The rates of seconds = 1 / decode_passes_s + read_bytes / (decode_bytes_share * memory_bytes_s).
 
     Args:

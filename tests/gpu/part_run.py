@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gspo.common.host.gpu_kinds import CARDS, Card
+from gspo.common.host.gpu_kinds import GPU_KINDS, GpuKind
 from gspo.common.host.machine import visible_gpus
 from tests.gpu.catalogue import PARTS
 from tests.gpu.random_models import SHAPES, random_model
@@ -111,9 +111,9 @@ class PartRun:
         return self.device == "cuda"
 
     @cached_property
-    def card(self) -> Card | None:
+    def card(self) -> GpuKind | None:
         """The data sheet of the first GPU; None for an unknown one. On a CPU any, so that the same lines run."""
-        return CARDS.get(visible_gpus()[0].product) if self.on_gpu else next(iter(CARDS.values()))
+        return GPU_KINDS.get(visible_gpus()[0].product) if self.on_gpu else next(iter(GPU_KINDS.values()))
 
     @cached_property
     def total_bytes(self) -> int | None:

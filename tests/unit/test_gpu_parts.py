@@ -13,7 +13,7 @@ import pytest
 
 from gspo.cli.plan.rates import ASSUMED, Rate, rates_of
 from gspo.common.config.schema import Config
-from gspo.common.host.gpu_kinds import CARDS
+from gspo.common.host.gpu_kinds import GPU_KINDS
 from tests.gpu import __main__ as command
 from tests.gpu import machine_facts
 from tests.gpu.catalogue import NOT_ON_ONE_CARD, PARTS, Part
@@ -82,7 +82,7 @@ def test_results_of_another_machine_are_taken_over(tmp_path: Path) -> None:
         ("push", "H100", 61.2),
         ("push_graphs", "NVIDIA H200", 61.2),
     ]
-    assert rates_of(CARDS["NVIDIA H200"], here)["load_bytes_s"] == Rate(
+    assert rates_of(GPU_KINDS["NVIDIA H200"], here)["load_bytes_s"] == Rate(
         6e9, 6e9, "measured: part push_graphs, 2026-12-01", measured=True
     )
     page.write_text("head\n<!-- rows: python -m tests.gpu -->\nold\n<!-- end of rows -->\ntail\n")
@@ -99,7 +99,7 @@ def test_every_rate_is_measured_by_a_part_unless_it_takes_several_cards_or_hosts
 
 @pytest.mark.parametrize(("own_s", "share"), [(0.002, 0.6), (0.0001, 1.0)])
 def test_two_measurements_of_decoding_give_both_rates(own_s: float, share: float) -> None:
-    card = CARDS["NVIDIA H200"]
+    card = GPU_KINDS["NVIDIA H200"]
     alone, together = (
         DecodePass(own_s + read_bytes / (share * card.memory_bytes_s), read_bytes) for read_bytes in (1.2e9, 1.3e10)
     )
@@ -108,7 +108,7 @@ def test_two_measurements_of_decoding_give_both_rates(own_s: float, share: float
 
 
 def test_a_pass_that_many_sequences_make_no_longer_takes_its_own_time() -> None:
-    card = CARDS["NVIDIA H200"]
+    card = GPU_KINDS["NVIDIA H200"]
     rates = decode_rates(DecodePass(0.01, 1e9), DecodePass(0.009, 1e10), card)
     assert rates == pytest.approx({"decode_bytes_share": 1.0, "decode_passes_s": 1 / (0.01 - 1e9 / 4.8e12)})
 

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 from benchmarks.plans.published_models import published_models
 from gspo.cli.processes.planned_memory import ProcessMemory
 from gspo.common.config.loading import read_config
-from gspo.common.host.gpu_kinds import CARDS
+from gspo.common.host.gpu_kinds import GPU_KINDS
 from gspo.common.planning.model_profile import ModelProfile
 from tests.support.gpu_machine import gpu_machine
 from tests.support.gspo_run import stray_modules
@@ -75,7 +75,7 @@ def test_a_plan_counts_the_model_and_writes_its_configuration(
     assert plan["config"] == yaml.safe_load(file.read_text())
     assert config.learner.ranks == plan["ranks"]
     assert config.generation.replicas * config.generation.engine.get("tensor_parallel_size", 1) + plan["ranks"] <= 8
-    assert sum(plan["rank"][part] for part in ("weights", "gradients", "optimizer")) < CARDS[H100].memory_bytes
+    assert sum(plan["rank"][part] for part in ("weights", "gradients", "optimizer")) < GPU_KINDS[H100].memory_bytes
     again = call(environment, model, "--gpu-memory", 80, "--write", file)
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
 

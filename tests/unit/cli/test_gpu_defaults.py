@@ -18,7 +18,7 @@ from gspo.cli.processes.programs import process_names
 from gspo.cli.rundir import gpu_defaults
 from gspo.cli.rundir.user_config import UserConfig, user_config
 from gspo.common.config.schema import Config
-from gspo.common.host.gpu_kinds import CARDS
+from gspo.common.host.gpu_kinds import GPU_KINDS
 from gspo.common.host.machine import visible_gpus
 from gspo.common.model.trained_parameters import TrainedSize
 from gspo.common.streams.keys import SERVICES
@@ -89,7 +89,7 @@ def test_the_split_has_the_shortest_step_of_all_that_fit(
     model = published(name, monkeypatch, host_gib=2048)
     assert model.profile is not None
     user_keys = user(raw_config, tmp_path, learner=learner)
-    h100 = CARDS[PRODUCT]
+    h100 = GPU_KINDS[PRODUCT]
     machine = Machine(h100, 80 * GIB, rates_of(h100))
     for number in numbers:
         pretend_gpu_machine(monkeypatch, tmp_path / f"machine-{number}", number)

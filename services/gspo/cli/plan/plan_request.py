@@ -14,7 +14,7 @@ from gspo.cli.plan.search import Plan, Shortfall, search
 from gspo.cli.plan.times import Machine
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
-from gspo.common.host.gpu_kinds import Card
+from gspo.common.host.gpu_kinds import GpuKind
 from gspo.common.host.machine import GIB
 from gspo.common.planning.host_memory import HOST_SHARE
 from gspo.common.planning.model_profile import ModelProfile
@@ -68,7 +68,7 @@ class Planned:
     plan: Plan
 
 
-def machine_of(request: PlanRequest, card: Card, rates: Mapping[str, Rate]) -> Machine:
+def machine_of(request: PlanRequest, card: GpuKind, rates: Mapping[str, Rate]) -> Machine:
     """The machine of a request on such cards."""
     memory_bytes = card.memory_bytes if request.card is None or request.card_gb is None else request.card_gb * GIB
     host_bytes = HOST_SHARE * memory_bytes * min(request.num_cards, request.cards_per_host)

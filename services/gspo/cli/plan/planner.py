@@ -18,7 +18,7 @@ from gspo.cli.plan.plan_request import (
     planned_request,
     teacher_keys,
 )
-from gspo.cli.plan.rates import find_card, rates_of
+from gspo.cli.plan.rates import find_kind, rates_of
 from gspo.cli.plan.refusal import does_not_fit
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
@@ -36,7 +36,7 @@ def make_plan(request: PlanRequest) -> Planned:
         InputError: The model or the card is unknown, the context too long, or nothing fits: then with the numbers of
             the nearest configuration, and with changes that fit.
     """
-    card = find_card(request.card, request.card_gb)
+    card = find_kind(request.card, request.card_gb)
     machine = machine_of(request, card, rates_of(card, request.results))
     profile = _profile_for(request, request.model, "the model")
     if request.teacher is not None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.common.errors import InputError
-from gspo.common.host.gpu_kinds import CARDS, Card
+from gspo.common.host.gpu_kinds import GPU_KINDS, GpuKind
 from gspo.common.plain_json import read_json_file
 
 _GB = 1e9
@@ -97,7 +97,7 @@ _OF_UNLINKED = {
 _FILE = "--rates"
 
 
-def find_card(name: str | None, memory_gb: float | None) -> Card:
+def find_kind(name: str | None, memory_gb: float | None) -> GpuKind:
     """The card of a name, also of a part of it such as "H100 NVL", or the usual one with so much memory.
 
     Args:
@@ -105,33 +105,35 @@ def find_card(name: str | None, memory_gb: float | None) -> Card:
         memory_gb: As in the card's name; used if there is no name.
 
     Raises:
-        InputError: There is no such card in CARDS, or several.
+        InputError: There is no such card in GPU_KINDS, or several.
     """
     if name is None:
         return _usual_card(memory_gb)
     words = name.lower().split()
-    partly = [card for card in CARDS.values() if all(word in card.name.lower() for word in words)]
+    partly = [card for card in GPU_KINDS.values() if all(word in card.name.lower() for word in words)]
     # "L4" is a part of L40S and a word of L4.
     whole = [card for card in partly if {*words} <= {*card.name.lower().split()}]
     exactly = [card for card in partly if card.name.lower() == name.lower()] or whole or partly
     if len(exactly) == 1:
         return exactly[0]
-    near = [card.name for card in partly] or difflib.get_close_matches(name, CARDS, n=3, cutoff=0.3) or list(CARDS)
+    near = (
+        [card.name for card in partly] or difflib.get_close_matches(name, GPU_KINDS, n=3, cutoff=0.3) or list(GPU_KINDS)
+    )
     rule = f"{name!r} is {'a part of several names' if partly else 'no known card'}"
     raise InputError("--card", rule, f"Give one of {', '.join(near)}")
 
 
-def _usual_card(memory_gb: float | None) -> Card:
+def _usual_card(memory_gb: float | None) -> GpuKind:
     if memory_gb not in _BY_MEMORY:
         rule = f"{memory_gb or 0:g} GB stands for no known card"
         if memory_gb is None:
             rule = "is not given, and nvidia-smi shows no GPU of this machine"
         sizes = ", ".join(f"{size} ({card})" for size, card in _BY_MEMORY.items())
         raise InputError("--gpu-memory", rule, f"Name the card by --card, or give its GB: {sizes}")
-    return CARDS[_BY_MEMORY[int(memory_gb)]]
+    return GPU_KINDS[_BY_MEMORY[int(memory_gb)]]
 
 
-def rates_of(card: Card, results: Path | None = None) -> dict[str, Rate]:
+def rates_of(card: GpuKind, results: Path | None = None) -> dict[str, Rate]:
     """Every rate of a card: measured where a results file has it, else assumed.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from gspo.cli.plan.rates import Rate
 from gspo.common.config.schema import Config
-from gspo.common.host.gpu_kinds import Card
+from gspo.common.host.gpu_kinds import GpuKind
 from gspo.common.model.trained_parameters import TrainedSize
 from gspo.common.planning.memory import DTYPE_BYTES, FLOAT32_BYTES, RankMemory, generator_memory, kv_bytes, policy_bytes
 from gspo.common.planning.model_profile import ModelProfile
@@ -58,7 +58,7 @@ class Machine:
         host_bytes: Of each host's own memory.
     """
 
-    card: Card
+    card: GpuKind
     memory_bytes: float
     rates: Mapping[str, Rate]
     cards_per_host: int = 8

@@ -15,7 +15,7 @@ from gspo.common.config.loading import key_value
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.compilers import missing_compiler
-from gspo.common.host.gpu_kinds import CARDS
+from gspo.common.host.gpu_kinds import GPU_KINDS
 from gspo.common.host.machine import CACHE_ARGUMENT, PARALLEL_ARGUMENTS, SHARE_ARGUMENT, Gpu, free_memory
 from gspo.common.planning.longest import engine_share, fitting_micro_batch, servable_bound, share_beside
 from gspo.common.planning.memory import generator_memory
@@ -101,7 +101,9 @@ def _split(
 
 def _machine(gpus: Sequence[Gpu], card_bytes: float) -> Machine:
     """This machine; of a card that is not known, the rates follow from a usual one."""
-    card = CARDS.get(gpus[0].product) or replace(CARDS[_USUAL_CARD], name=gpus[0].product, memory_bytes=card_bytes)
+    card = GPU_KINDS.get(gpus[0].product) or replace(
+        GPU_KINDS[_USUAL_CARD], name=gpus[0].product, memory_bytes=card_bytes
+    )
     return Machine(card, card_bytes, rates_of(card), cards_per_host=len(gpus), host_bytes=free_memory())
 
 

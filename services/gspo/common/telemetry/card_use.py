@@ -14,7 +14,7 @@ from functools import cache
 
 import structlog
 
-from gspo.common.host.gpu_kinds import CARDS
+from gspo.common.host.gpu_kinds import GPU_KINDS
 
 log = structlog.get_logger()
 # Figure -> the time that it is over.
@@ -31,7 +31,7 @@ _MFU = {"learner_mfu": "learner", "mfu": "whole loop"}
 @cache
 def peak_flops(product: str) -> float | None:
     """The dense bfloat16 flop/s of a kind of card, as nvidia-smi names it; None for an unknown one, logged once."""
-    if card := CARDS.get(product):
+    if card := GPU_KINDS.get(product):
         return card.flops
     log.warning("unknown_card", card=product or "not named", effect="no MFU with it; the flops a second stay")
     return None
@@ -44,8 +44,8 @@ def card_use(
 
     Args:
         figures: Of the step; `train_flops` and `generation_flops` if the trainer counts them.
-        learner: Card of each rank -> its peak in flop/s, or None where it is unknown.
-        generators: Card of a generator -> its kind. Generators on CPUs have none: they share the learner's cores.
+        learner: GpuKind of each rank -> its peak in flop/s, or None where it is unknown.
+        generators: GpuKind of a generator -> its kind. Generators on CPUs have none: they share the learner's cores.
     """
     peaks = {**{card: peak_flops(product) for card, product in generators.items()}, **learner}
     train_s, step_s = figures["train_s"], figures["step_s"]

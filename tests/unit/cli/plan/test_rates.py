@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gspo.cli.plan.rates import ASSUMED, find_card, rates_of
+from gspo.cli.plan.rates import ASSUMED, find_kind, rates_of
 from gspo.common.errors import InputError
-from gspo.common.host.gpu_kinds import CARDS
+from gspo.common.host.gpu_kinds import GPU_KINDS
 
-H100 = CARDS["NVIDIA H100 80GB HBM3"]
+H100 = GPU_KINDS["NVIDIA H100 80GB HBM3"]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ H100 = CARDS["NVIDIA H100 80GB HBM3"]
     ],
 )
 def test_a_card_is_found_by_its_name_or_its_memory(name: str | None, memory_gb: float | None, expected: str) -> None:
-    assert find_card(name, memory_gb).name == expected
+    assert find_kind(name, memory_gb).name == expected
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_card_is_found_by_its_name_or_its_memory(name: str | None, memory_gb: 
 )
 def test_an_unknown_card_is_refused_with_those_near_it(name: str | None, memory_gb: float | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        find_card(name, memory_gb)
+        find_kind(name, memory_gb)
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -82,4 +82,4 @@ def test_a_broken_results_file_is_refused(tmp_path: Path, text: str, message: st
 
 
 def test_cards_without_a_link_gather_slowly() -> None:
-    assert rates_of(CARDS["NVIDIA L40S"])["gather_bytes_s"].high < rates_of(H100)["gather_bytes_s"].low
+    assert rates_of(GPU_KINDS["NVIDIA L40S"])["gather_bytes_s"].high < rates_of(H100)["gather_bytes_s"].low

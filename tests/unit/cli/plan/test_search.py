@@ -15,12 +15,12 @@ from gspo.cli.plan.rollout_lengths import RolloutLengths
 from gspo.cli.plan.search import Plan, Shortfall, search, shortest, split_cards, trained_size_of
 from gspo.cli.plan.times import Machine, parallel_cards
 from gspo.common.config.schema import Config
-from gspo.common.host.gpu_kinds import CARDS
+from gspo.common.host.gpu_kinds import GPU_KINDS
 from gspo.common.planning.memory import CONTEXT_BYTES, rank_memory, reserved_bytes
 from tests.support.training.rollout_rows import make_config
 
 QWEN3_8B = published_models()["Qwen3-8B"]
-H100 = CARDS["NVIDIA H100 80GB HBM3"]
+H100 = GPU_KINDS["NVIDIA H100 80GB HBM3"]
 MACHINE = Machine(H100, H100.memory_bytes, rates_of(H100))
 GIB = 2**30
 

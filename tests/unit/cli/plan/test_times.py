@@ -13,11 +13,11 @@ from gspo.cli.plan.rates import Rate, rates_of
 from gspo.cli.plan.rollout_lengths import RolloutLengths
 from gspo.cli.plan.search import trained_size_of
 from gspo.cli.plan.times import Machine, generation_times, learner_times
-from gspo.common.host.gpu_kinds import CARDS
+from gspo.common.host.gpu_kinds import GPU_KINDS
 from tests.support.training.rollout_rows import make_config
 
 QWEN3_8B = published_models()["Qwen3-8B"]
-H200 = CARDS["NVIDIA H200"]
+H200 = GPU_KINDS["NVIDIA H200"]
 CONFIG = make_config(Path("model"), algorithm={"prompt_length": 1024, "response_length": 7168})
 LENGTHS = RolloutLengths.of(CONFIG)
 
