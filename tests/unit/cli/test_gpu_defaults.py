@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 
 from benchmarks.plans.published_models import published_models
-from gspo.cli.plan.rates import rates_of
-from gspo.cli.plan.rollout_lengths import RolloutLengths
-from gspo.cli.plan.search import Plan, costs
-from gspo.cli.plan.times import Machine
+from gspo.cli.plan.choice import PlannedMachine, plan_choice
 from gspo.cli.processes.placement import place
 from gspo.cli.processes.planned_memory import PlannedModel, planned_memory
 from gspo.cli.processes.programs import process_names
 from gspo.cli.rundir import gpu_defaults
 from gspo.cli.rundir.user_config import UserConfig, user_config
 from gspo.common.config.schema import Config
-from gspo.common.host.gpu_kinds import GPU_KINDS
-from gspo.common.host.machine import visible_gpus
+from gspo.common.host.machine import gpus_of_engine, visible_gpus
 from gspo.common.model.trained_parameters import TrainedSize
 from gspo.common.streams.keys import SERVICES
-from tests.support.gpu_machine import GIB, PRODUCT, pretend_gpu_machine
+from tests.support.gpu_machine import GIB, pretend_gpu_machine
 from tests.support.small_planned_model import small_planned_model
 
 
@@ -76,7 +72,7 @@ def test_every_card_has_work_and_ranks_have_equal_parts(
         ("Qwen3-32B", (8,), {}, (3, "optimizer")),
     ],
 )
-def test_the_split_has_the_shortest_step_of_all_that_fit(
+def test_the_split_is_that_of_a_plan_and_all_of_it_fits(
     tmp_path: Path,
     raw_config: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -85,28 +81,23 @@ def test_the_split_has_the_shortest_step_of_all_that_fit(
     learner: dict[str, Any],
     saving: tuple[int, str],
 ) -> None:
-    """Of cards with 80 GB, by the costs that `gspo plan` compares; all of them are used, and all fit."""
+    """On GPUs with 80 GB, by the rules that `gspo plan` has too; half of them train, and all are used."""
     model = published(name, monkeypatch, host_gib=2048)
     assert model.profile is not None
     user_keys = user(raw_config, tmp_path, learner=learner)
-    h100 = GPU_KINDS[PRODUCT]
-    machine = Machine(h100, 80 * GIB, rates_of(h100))
     for number in numbers:
         pretend_gpu_machine(monkeypatch, tmp_path / f"machine-{number}", number)
         config = user_keys.for_device()
-        assert (sum(split_of(config)), config.learner.zero_stage, config.learner.offload) == (number, *saving)
+        assert (config.learner.zero_stage, config.learner.offload) == saving
+        parallel = gpus_of_engine(config.generation.engine)
+        assert (config.generation.replicas * parallel, config.learner.ranks) == (number // 2, number // 2)
         names = process_names(config, SERVICES)
         planned = planned_memory(config, place(config, names, visible_gpus()), names, model)
         assert all(memory.spare is not None and memory.spare >= 0 for memory in planned.values())
-        # As the split was chosen: micro-batches are filled afterwards.
-        before = config.with_keys(learner={"micro_batch_tokens": user_keys.for_cpus.micro_batch_tokens})
-        plans = []
-        for ranks in (ranks for ranks in (1, 2, 4) if ranks < number):
-            chosen = before.with_keys(learner={"ranks": ranks}, generation={"replicas": number - ranks})
-            plans.append(costs(chosen, model.profile, number, ranks, RolloutLengths.of(chosen), machine))
-        fitting = [plan for plan in plans if isinstance(plan, Plan)]
-        best = min(fitting, key=lambda plan: plan.fast.step_s * plan.slow.step_s)
-        assert split_of(config) == (best.replicas, best.ranks)
+        if not learner:
+            machine = PlannedMachine(number, 80 * GIB, number, 2048 * GIB)
+            choice = plan_choice(config, model.profile, machine)
+            assert choice is not None and (choice.replicas, choice.ranks) == split_of(config)
 
 
 @pytest.mark.parametrize(
