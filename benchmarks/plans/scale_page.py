@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.plans.published_models import published_models
-from gspo.cli.plan.plan_request import Planned, PlanRequest, machine_of, planned_request
+from gspo.cli.plan.choice import Choice
+from gspo.cli.plan.plan_request import Planned, PlanRequest, choice_of, planned_choice
 from gspo.cli.plan.plan_tables import short_number
+from gspo.cli.plan.planned_times import SecondsRange
 from gspo.cli.plan.rates import find_kind, rates_of
 from gspo.cli.plan.refusal import counted
-from gspo.cli.plan.search import Shortfall
-from gspo.cli.plan.times import Seconds, parallel_cards
 from gspo.common.host.machine import GIB
 
 PAGE = Path(__file__).parents[2] / "docs/scale.md"
@@ -29,10 +29,10 @@ _HEADS = (
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """One row: a model on so many cards, with the longest rollout in tokens, and GiB of memory of each host."""
+    """One row: a model on so many GPUs, with the longest rollout in tokens, and GiB of memory of each host."""
 
     model: str
-    num_cards: int
+    num_gpus: int
     context: int
     host_gib: float = 2048
 
@@ -49,12 +49,14 @@ CASES = (
 )
 
 
-def planned_case(case: PlannedCase) -> Planned | Shortfall | None:
-    """The plan of a row, with assumed rates."""
-    card = find_kind(None, 80)
-    request = PlanRequest(Path(case.model), case.num_cards, context=case.context, host_gib=case.host_gib)
-    machine = machine_of(request, card, rates_of(card))
-    return planned_request(request, published_models()[case.model], machine)
+def planned_case(case: PlannedCase) -> Planned | Choice | None:
+    """The plan of a row; the nearest choice where nothing fits."""
+    gpu, profile = find_kind(None, 80), published_models()[case.model]
+    request = PlanRequest(Path(case.model), case.num_gpus, context=case.context, host_gib=case.host_gib)
+    choice = choice_of(request, profile, gpu)
+    if choice is None or choice.shortages:
+        return choice
+    return planned_choice(request, profile, gpu, rates_of(gpu), choice)
 
 
 def planned_table() -> str:
@@ -64,27 +66,27 @@ def planned_table() -> str:
 
 
 def _row(case: PlannedCase) -> tuple[str, ...]:
-    where = f"{case.model}, {case.num_cards}, {case.context:,}"
+    where = f"{case.model}, {case.num_gpus}, {case.context:,}"
     planned = planned_case(case)
     if not isinstance(planned, Planned):
-        missing = f"does not fit: {planned.missing_bytes / GIB:,.0f} GiB are missing" if planned else "does not divide"
-        return (where, missing, *[""] * (len(_HEADS) - 2))
-    plan, learner = planned.plan, planned.plan.config.learner
+        places = [short.place for short in planned.shortages] if planned else ["the number of rollouts"]
+        return (where, f"does not fit: {', '.join(places)}", *[""] * (len(_HEADS) - 2))
+    choice, times, learner = planned.choice, planned.times, planned.choice.config.learner
     shared = f", {learner.sequence_ranks} share a line" if learner.sequence_ranks > 1 else ""
     offload = "" if learner.offload == "none" else f", offload {learner.offload}"
-    low, high, _ = plan.update.sent_bytes
+    low, high, _ = times.sent_bytes
     return (
         where,
-        f"{counted(plan.ranks, 'rank')}, ZeRO {learner.zero_stage}{offload}{shared}",
-        f"{plan.replicas} of {counted(parallel_cards(plan.config), 'card')}",
-        f"{plan.rank.peak / GIB:.0f}, {plan.host.total / GIB:,.0f}",
-        _span(Seconds(plan.fast.step_s, plan.slow.step_s)),
-        plan.slow.bound,
-        f"{short_number(low / 1e9)} to {short_number(high / 1e9)}, {_span(plan.update.all)}",
+        f"{counted(choice.ranks, 'rank')}, ZeRO {learner.zero_stage}{offload}{shared}",
+        f"{choice.replicas} of {counted(choice.parallel, 'GPU')}",
+        f"{choice.rank.peak / GIB:.0f}, {choice.host.total / GIB:,.0f}",
+        _span(SecondsRange(times.fast.step_s, times.slow.step_s)),
+        times.slow.bound,
+        f"{short_number(low / 1e9)} to {short_number(high / 1e9)}, {_span(times.update)}",
     )
 
 
-def _span(seconds: Seconds) -> str:
+def _span(seconds: SecondsRange) -> str:
     return f"{seconds.low:,.0f} to {seconds.high:,.0f}"
 
 

@@ -18,12 +18,7 @@ _SAMPLING = ("prefill_flops_share", "decode_bytes_share", "decode_passes_s")
 _PUSHING = ("stage_bytes_s", "load_bytes_s")
 _COPYING = ("to_host_bytes_s", "pack_bytes_s")
 # Rates that no part measures, and why.
-NOT_ON_ONE_CARD = {
-    "gather_bytes_s": "several cards make it",
-    "small_sums_s": "several cards make it",
-    "network_bytes_s": "several hosts make it",
-    "wire_bytes_s": "the network between hosts makes it; `make bench` has that of loopback",
-}
+NOT_ON_ONE_GPU = {"wire_bytes_s": "the network between hosts makes it; `make bench` has that of loopback"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,6 @@ _ALL = (
         "packed attention and output layer of the learner in bfloat16, against float32; AdamW",
         "both faster than without the kernel, and than in float32",
         ("torch", "transformers"),
-        rates=("optimizer_bytes_share",),
     ),
     Part(
         "step",

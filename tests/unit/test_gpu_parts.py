@@ -16,7 +16,7 @@ from gspo.common.config.schema import Config
 from gspo.common.host.gpu_kinds import GPU_KINDS
 from tests.gpu import __main__ as command
 from tests.gpu import machine_facts
-from tests.gpu.catalogue import NOT_ON_ONE_CARD, PARTS, Part
+from tests.gpu.catalogue import NOT_ON_ONE_GPU, PARTS, Part
 from tests.gpu.decode_rates import DecodePass, decode_rates
 from tests.gpu.records import PAGE, RECORDS, PartRecord, merge, read_records, rows, write_page
 
@@ -91,10 +91,10 @@ def test_results_of_another_machine_are_taken_over(tmp_path: Path) -> None:
     assert text.startswith("head\n") and text.endswith("<!-- end of rows -->\ntail\n") and "\nold\n" not in text
 
 
-def test_every_rate_is_measured_by_a_part_unless_it_takes_several_cards_or_hosts() -> None:
+def test_every_rate_is_measured_by_a_part_unless_it_takes_several_hosts() -> None:
     measured = {rate for part in PARTS.values() for rate in part.rates}
-    assert measured.isdisjoint(NOT_ON_ONE_CARD)
-    assert measured | NOT_ON_ONE_CARD.keys() == ASSUMED.keys()
+    assert measured.isdisjoint(NOT_ON_ONE_GPU)
+    assert measured | NOT_ON_ONE_GPU.keys() == ASSUMED.keys()
 
 
 @pytest.mark.parametrize(("own_s", "share"), [(0.002, 0.6), (0.0001, 1.0)])

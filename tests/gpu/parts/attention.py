@@ -8,7 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gspo.cli.plan.times import ADAM_TOUCHES
 from gspo.common.planning.memory import FLOAT32_BYTES
 from gspo.learner.model.attention import attention_of_line, attention_side_by_side, has_variable_length_attention
 from gspo.learner.model.batch import PackedRollouts
@@ -22,6 +21,8 @@ _WINDOWS = {"full": None, "window": 16}
 _LARGEST_ERROR, _LARGEST_SIGMA = 0.02, 0.02
 _TIMED = 5
 # Weights of an optimizer step: 2 GiB of states.
+# AdamW reads weight, gradient and two moments, and writes three of them.
+_ADAM_TOUCHES = 7
 _NUM_WEIGHTS = {"cuda": 1 << 27, "cpu": 1 << 16}
 
 
@@ -88,10 +89,8 @@ def _optimizer(case: PartRun) -> None:
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
     seconds = _least_seconds(case, lambda: optimizer.step())
-    touched_bytes_s = ADAM_TOUCHES * FLOAT32_BYTES * weight.numel() / seconds
+    touched_bytes_s = _ADAM_TOUCHES * FLOAT32_BYTES * weight.numel() / seconds
     case.note(optimizer_gb_s=touched_bytes_s / 1e9)
-    if case.card is not None:
-        case.measure(optimizer_bytes_share=touched_bytes_s / case.card.memory_bytes_s)
 
 
 def _leaf(case: PartRun, tensor: Tensor) -> Tensor:

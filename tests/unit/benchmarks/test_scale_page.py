@@ -69,7 +69,7 @@ def test_every_planned_case_starts() -> None:
     for case in CASES:
         planned = planned_case(case)
         assert isinstance(planned, Planned), case
-        assert planned.plan.rank.peak < planned.machine.memory_bytes
-        learner, algorithm = planned.plan.config.learner, planned.plan.config.algorithm
-        shares = planned.plan.ranks // learner.sequence_ranks
+        assert planned.choice.rank.peak < planned.machine.gpu_bytes
+        learner, algorithm = planned.choice.config.learner, planned.choice.config.algorithm
+        shares = planned.choice.ranks // learner.sequence_ranks
         assert algorithm.num_rollouts % (algorithm.num_mini_batches * shares) == 0

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 # Of a plan for another machine.
-_PLANNED_CARDS = 8
+_PLANNED_GPUS = 8
 
 Model = Annotated[Path, typer.Argument(help="Folder of the model; its config.json is enough.")]
 Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs in all. By default those of this machine, or 8.")]
@@ -35,7 +35,7 @@ AnswerTokens = Annotated[
     float | None, typer.Option(min=1, help="Mean tokens of an answer; a quarter of the longest by default.")
 ]
 PromptTokens = Annotated[float | None, typer.Option(min=1, help="Tokens of a prompt; half of the longest by default.")]
-RatesFile = Annotated[Path | None, typer.Option(help="Results of make gpu-test, instead of assumed rates.")]
+RatesFile = Annotated[Path | None, typer.Option(help="Results of make gpu-test, in place of the rates of other GPUs.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's code.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 Write = Annotated[Path | None, typer.Option(help="Write the configuration to this file.")]
@@ -62,26 +62,26 @@ def plan(
     as_json: AsJson = False,
     write: Write = None,
 ) -> None:
-    """Plan a run before anything is started: does it fit, how long is a step, how stale are its rollouts.
+    """Plan a run before anything is started: does it fit, and by advice how long is a step and how stale are rollouts.
 
     Example: [bold]gspo plan ~/models/Qwen3-8B --gpus 8 --gpu-memory 80 --context 32k[/]
     """
     from gspo.cli.plan.plan_request import PlanRequest
     from gspo.cli.plan.plan_tables import plan_json, print_plan
-    from gspo.cli.plan.planner import cards_here, make_plan, parse_tokens, write_plan
+    from gspo.cli.plan.planner import gpus_here, make_plan, parse_tokens, write_plan
     from gspo.common.host.machine import GIB, free_memory
 
     num_here = 0
     if card is None and gpu_memory is None:
-        card, num_here = cards_here()
+        card, num_here = gpus_here()
     if num_here and host_memory is None:
         host_memory = free_memory() / GIB
     request = PlanRequest(
         model=model,
-        num_cards=gpus or num_here or _PLANNED_CARDS,
-        card=card,
-        card_gb=gpu_memory,
-        cards_per_host=gpus_per_host,
+        num_gpus=gpus or num_here or _PLANNED_GPUS,
+        gpu=card,
+        gpu_gb=gpu_memory,
+        gpus_per_host=gpus_per_host,
         host_gib=host_memory,
         context=parse_tokens(context),
         groups=groups,

@@ -1,4 +1,4 @@
-"""A request of `gspo plan`, and what the search finds for it."""
+"""A request of `gspo plan`, and its plan."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo.cli.plan.choice import Choice, PlannedMachine, plan_choice
+from gspo.cli.plan.planned_times import PlannedTimes, times_of
 from gspo.cli.plan.rates import Rate
 from gspo.cli.plan.rollout_lengths import RolloutLengths
-from gspo.cli.plan.search import Plan, Shortfall, search
-from gspo.cli.plan.times import Machine
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.host.gpu_kinds import GpuKind
@@ -30,7 +30,7 @@ class PlanRequest:
     """The arguments of `gspo plan`.
 
     Attributes:
-        cards_per_host: At most; more cards are on several hosts.
+        gpus_per_host: At most; more GPUs are on several hosts.
         host_gib: Of each host's own memory; None is assumed (host_memory.py).
         context: Tokens of the longest rollout, prompt and answer.
         teacher: Folder of a frozen model that the learner loads beside the policy; its config.json is enough.
@@ -39,10 +39,10 @@ class PlanRequest:
     """
 
     model: Path
-    num_cards: int
-    card: str | None = None
-    card_gb: float | None = None
-    cards_per_host: int = 8
+    num_gpus: int
+    gpu: str | None = None
+    gpu_gb: float | None = None
+    gpus_per_host: int = 8
     host_gib: float | None = None
     context: int = 8 * _K
     groups: int = 64
@@ -63,26 +63,35 @@ class Planned:
 
     request: PlanRequest
     profile: ModelProfile
-    machine: Machine
+    gpu: GpuKind
+    rates: Mapping[str, Rate]
+    machine: PlannedMachine
     lengths: RolloutLengths
-    plan: Plan
+    choice: Choice
+    times: PlannedTimes
 
 
-def machine_of(request: PlanRequest, card: GpuKind, rates: Mapping[str, Rate]) -> Machine:
-    """The machine of a request on such cards."""
-    memory_bytes = card.memory_bytes if request.card is None or request.card_gb is None else request.card_gb * GIB
-    host_bytes = HOST_SHARE * memory_bytes * min(request.num_cards, request.cards_per_host)
+def machine_of(request: PlanRequest, gpu: GpuKind) -> PlannedMachine:
+    """The machine of a request on such GPUs."""
+    gpu_bytes = gpu.memory_bytes if request.gpu is None or request.gpu_gb is None else request.gpu_gb * GIB
+    host_bytes = HOST_SHARE * gpu_bytes * min(request.num_gpus, request.gpus_per_host)
     if request.host_gib is not None:
         host_bytes = request.host_gib * GIB
-    return Machine(card, memory_bytes, rates, request.cards_per_host, host_bytes)
+    return PlannedMachine(request.num_gpus, gpu_bytes, request.gpus_per_host, host_bytes)
 
 
-def planned_request(request: PlanRequest, profile: ModelProfile, machine: Machine) -> Planned | Shortfall | None:
-    """The plan of a request; as `search` says where nothing fits."""
-    config = base_config(request)
-    lengths = RolloutLengths.of(config, prompt=request.mean_prompt, mean=request.mean_answer)
-    result = search(config, profile, request.num_cards, lengths, machine)
-    return Planned(request, profile, machine, lengths, result) if isinstance(result, Plan) else result
+def choice_of(request: PlanRequest, profile: ModelProfile, gpu: GpuKind) -> Choice | None:
+    """The choice of a request; the nearest where nothing fits, None where nothing divides."""
+    return plan_choice(base_config(request), profile, machine_of(request, gpu))
+
+
+def planned_choice(
+    request: PlanRequest, profile: ModelProfile, gpu: GpuKind, rates: Mapping[str, Rate], choice: Choice
+) -> Planned:
+    """A choice that fits, with the times that rates give."""
+    lengths = RolloutLengths.of(choice.config, prompt=request.mean_prompt, mean=request.mean_answer)
+    times = times_of(choice, profile, lengths, gpu, rates)
+    return Planned(request, profile, gpu, rates, machine_of(request, gpu), lengths, choice, times)
 
 
 def base_config(request: PlanRequest) -> Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gspo.cli.plan.plan_request import Planned
+from gspo.cli.plan.planned_times import SecondsRange
 from gspo.cli.plan.planner import plan_keys
 from gspo.cli.plan.refusal import counted
-from gspo.cli.plan.times import Seconds, parallel_cards, update_times
 from gspo.common.host.machine import GIB
 from gspo.common.planning.host_memory import HOST_SHARE
 from gspo.common.planning.longest import kept_by_generators
@@ -22,45 +22,48 @@ from gspo.common.planning.memory import kv_bytes, reserved_bytes
 
 _WHOLE = 10
 _ADVICE = {
-    "training": "More cards for the learner (learner.ranks), or a shorter context, shorten a step.",
+    "training": "More GPUs for the learner (learner.ranks), or a shorter context, shorten a step.",
     "generation": "More generators (generation.replicas) shorten a step.",
     "open groups": "More open groups (staleness.max_lag) shorten a step.",
     "longest answers": "Steps wait for their longest answers: a higher staleness.max_lag, or on_stale: mask, does not.",
 }
+_NOTE = (
+    "Advice: everything below follows from the rates at the end, most of them assumed or of another GPU. It chose no "
+    "key. Exchange between GPUs is not counted, so a step on several may take longer."
+)
 
 
 def print_plan(planned: Planned, console: Console) -> None:
-    """Memory, times, steady state, weight update, and the rates that they follow from."""
-    plan, machine, learner = planned.plan, planned.machine, planned.plan.config.learner
-    parallel = parallel_cards(plan.config)
-    shifts = ", in shifts on the same cards (placement: shared)" if plan.config.placement == "shared" else ""
+    """Memory, and as advice times, steady state, and the rates that they follow from."""
+    choice, learner = planned.choice, planned.choice.config.learner
+    shifts = ", in shifts on the same GPUs (placement: shared)" if choice.config.placement == "shared" else ""
     teacher = planned.profile.teacher
     beside = "" if teacher is None else f", and a teacher of {teacher.num_parameters / 1e9:.3g} B,"
     console.print(
         f"{planned.request.model}: {planned.profile.num_parameters / 1e9:.3g} B parameters{beside} on "
-        f"{planned.request.num_cards} x {machine.card.name}, {machine.memory_bytes / GIB:.0f} GiB each. It fits: "
-        f"{counted(plan.ranks, 'rank')} of the learner, {counted(plan.replicas, 'generator')} on "
-        f"{counted(parallel, 'card')} each{shifts}.",
+        f"{planned.request.num_gpus} x {planned.gpu.name}, {planned.machine.gpu_bytes / GIB:.0f} GiB each. It fits: "
+        f"{counted(choice.ranks, 'rank')} of the learner, {counted(choice.replicas, 'generator')} on "
+        f"{counted(choice.parallel, 'GPU')} each{shifts}.",
         f"ZeRO {learner.zero_stage}, offload {learner.offload}, micro-batches of {learner.micro_batch_tokens:,} "
         f"tokens, {counted(learner.sequence_ranks, 'rank')} a line, gradient checkpointing, bfloat16.",
         sep="\n",
         highlight=False,
     )
-    console.print(_table("GiB of memory", ("part", "each rank", "each generator's card"), memory_rows(planned)))
+    console.print(_table("GiB of memory", ("part", "each rank", "each generator's GPU"), memory_rows(planned)))
     console.print(_table("GiB of a host's own memory", ("part", "the fullest host"), host_rows(planned)))
+    console.print(_NOTE, highlight=False)
     console.print(_table("Seconds of a step", ("part", "s", "follows from"), time_rows(planned)))
-    console.print(_table("Weight update", ("to", "GB sent: changes, whole", "s until served"), update_rows(planned)))
     console.print(_table("In the steady state", ("", "fast", "slow"), state_rows(planned)))
     console.print(_table("Rates", ("rate", "range", "source"), rate_rows(planned)))
-    for advice in sorted({_ADVICE[state.bound] for state in (plan.fast, plan.slow)}):
+    for advice in sorted({_ADVICE[state.bound] for state in (planned.times.fast, planned.times.slow)}):
         console.print(advice, highlight=False)
 
 
 def memory_rows(planned: Planned) -> list[tuple[str, str, str]]:
-    """(part, GiB of a rank, GiB of a generator's card)."""
-    rank, generator, total = planned.plan.rank, planned.plan.generator, planned.machine.memory_bytes
+    """(part, GiB of a rank, GiB of a generator's GPU)."""
+    rank, generator, total = planned.choice.rank, planned.choice.generator, planned.machine.gpu_bytes
     reserved = reserved_bytes(total)
-    kept = kept_by_generators(planned.plan.config, total, int(planned.plan.on_same_cards))
+    kept = kept_by_generators(planned.choice.config, total, int(planned.choice.on_same_gpus))
     rows: list[tuple[str, float | None, float | None]] = [
         ("weights", rank.weights, generator.weights),
         ("gradients", rank.gradients, None),
@@ -73,18 +76,17 @@ def memory_rows(planned: Planned) -> list[tuple[str, str, str]]:
         ("buffers of the optimizer's step, instead of these three", rank.update or None, None),
         ("KV cache", None, generator.kv_cache),
         ("CUDA and pieces", reserved, None),
-        ("generator on the same card", kept or None, None),
+        ("generator on the same GPU", kept or None, None),
         ("head room", total - reserved - kept - rank.peak, None),
         ("loading (peak)", rank.loading, None),
     ]
-    known = (row for row in rows if row[1:] != (None, None))
-    return [(name, *(_gib(value) for value in values)) for name, *values in known]  # type: ignore[misc]
+    return [(name, _gib(first), _gib(second)) for name, first, second in rows if (first, second) != (None, None)]
 
 
 def host_rows(planned: Planned) -> list[tuple[str, str]]:
     """(part, GiB) of the host that needs the most."""
-    host, total = planned.plan.host, planned.machine.host_bytes
-    in_shifts = planned.plan.config.placement == "shared"
+    host, total = planned.choice.host, planned.machine.host_bytes
+    in_shifts = planned.choice.config.placement == "shared"
     parts = {
         "ranks, in the generators' shift" if in_shifts else "ranks: offloaded, or while they load": host.ranks,
         "policies for pushes": host.published,
@@ -96,42 +98,29 @@ def host_rows(planned: Planned) -> list[tuple[str, str]]:
 
 
 def time_rows(planned: Planned) -> list[tuple[str, str, str]]:
-    """(part, seconds, rates)."""
-    plan = planned.plan
+    """(part, seconds, what they follow from)."""
+    times, sampling = planned.times, "decode_bytes_share, decode_passes_s, prefill_flops_share"
+    low, high, whole = (short_number(size / 1e9) for size in times.sent_bytes)
+    sent = f"pack_bytes_s, wire_bytes_s, stage_bytes_s; {low} to {high} GB of changes, {whole} GB whole"
+    at_a_time = f"{counted(times.concurrency, 'rollout')} of a generator at a time"
     products = "mixture_flops_share" if planned.profile.is_mixture else "train_flops_share"
-    sampling = "decode_bytes_share, decode_passes_s, small_sums_s, prefill_flops_share"
-    at_a_time = f"{plan.generation.concurrency} rollouts a generator at a time"
     return [
-        ("training: products", _range(plan.learner.products), products),
-        ("training: exchange", _range(plan.learner.exchange), "gather_bytes_s, network_bytes_s"),
-        ("training: heads of shared lines", _range(plan.learner.heads), "gather_bytes_s"),
-        ("training: gradients and weights in host memory", _range(plan.learner.host), "to_host_bytes_s"),
-        ("training: optimizer", _range(plan.learner.optimizer), "optimizer_bytes_share, under offload to_host_bytes_s"),
-        ("training", _range(plan.learner.all), ""),
-        ("generation", _range(plan.generation.all), f"{sampling}; {at_a_time}"),
-        ("one token of a rollout", _range(plan.generation.token), ""),
-        ("states to the host and back, on shared cards", _range(plan.shift), "to_host_bytes_s"),
-        ("weight update: copy to the host", _range(plan.update.make), "to_host_bytes_s"),
-        ("weight update: pack, send, stage", _range(plan.update.pack + plan.update.send + plan.update.stage), ""),
-        ("weight update: pause of the engine", _range(plan.update.load), "load_bytes_s"),
+        ("training: passes and optimizer", _range(times.products), products),
+        ("training: gradients and weights in host memory", _range(times.offload), "to_host_bytes_s"),
+        ("generation", _range(times.generation), f"{sampling}; {at_a_time}"),
+        ("one token of a rollout", _range(times.token), ""),
+        ("states to the host and back, on shared GPUs", _range(times.shift), "to_host_bytes_s"),
+        ("weight update: copy to the host", _range(times.make), "to_host_bytes_s"),
+        ("weight update: pack, send, stage", _range(times.send), sent),
+        ("weight update: pause of the engine", _range(times.load), "load_bytes_s"),
+        ("weight update, until all generators serve it", _range(times.update), ""),
     ]
-
-
-def update_rows(planned: Planned) -> list[tuple[str, str, str]]:
-    """(generators, bytes, seconds), for one generator, for the plan's, and for 8 and 64."""
-    rows = []
-    for replicas in sorted({1, 8, 64, planned.plan.replicas}):
-        update = update_times(planned.plan.config, planned.profile, replicas, planned.machine)
-        low, high, whole = (size / 1e9 for size in update.sent_bytes)
-        sent = f"{short_number(low)} to {short_number(high)}, {short_number(whole)}"
-        rows.append((counted(replicas, "generator"), sent, _range(update.all)))
-    return rows
 
 
 def state_rows(planned: Planned) -> Iterator[tuple[str, str, str]]:
     """(figure, at the fast end, at the slow end)."""
-    states = (planned.plan.fast, planned.plan.slow)
-    tokens = planned.plan.config.algorithm.num_rollouts * planned.lengths.mean()
+    states = (planned.times.fast, planned.times.slow)
+    tokens = planned.choice.config.algorithm.num_rollouts * planned.lengths.mean()
 
     def row(name: str, values: Sequence[str]) -> tuple[str, str, str]:
         return name, values[0], values[1]
@@ -145,49 +134,47 @@ def state_rows(planned: Planned) -> Iterator[tuple[str, str, str]]:
 
 
 def rate_rows(planned: Planned) -> list[tuple[str, str, str]]:
-    """(rate, range, source), the card's own ones first."""
-    card = planned.machine.card
+    """(rate, range, source), those of the data sheet first."""
+    gpu, request, lengths = planned.gpu, planned.request, planned.lengths
     rows = [
-        ("bfloat16 flop/s", f"{card.flops:.3g}", card.source),
-        ("memory bytes/s", f"{card.memory_bytes_s:.3g}", card.source),
+        ("bfloat16 flop/s", f"{gpu.flops:.3g}", gpu.source),
+        ("memory bytes/s", f"{gpu.memory_bytes_s:.3g}", gpu.source),
     ]
-    for name, rate in planned.machine.rates.items():
+    for name, rate in planned.rates.items():
         span = f"{rate.low:.3g}" if rate.low == rate.high else f"{rate.low:.3g} to {rate.high:.3g}"
         rows.append((name, span, rate.source))
-    rows.append(("memory of a host", f"{planned.machine.host_bytes / GIB:,.0f} GiB", _host_source(planned)))
-    lengths = planned.lengths
+    assumed = f"assumed: {HOST_SHARE} times that of its GPUs (--host-memory)"
+    host = assumed if request.host_gib is None else "--host-memory, or what this machine has free"
     spread = f"at most {lengths.longest:,}; log-normal, sigma {lengths.sigma:g}"
-    answers = f"{lengths.mean():,.0f} tokens in the mean, {spread}"
-    rows.append(("answers", answers, "assumed" if planned.request.mean_answer is None else "--answer-tokens"))
-    prompts = "assumed" if planned.request.mean_prompt is None else "--prompt-tokens"
-    return [*rows, ("prompts", f"{lengths.prompt:,.0f} tokens", prompts)]
-
-
-def _host_source(planned: Planned) -> str:
-    if planned.request.host_gib is None:
-        return f"assumed: {HOST_SHARE} times that of its cards (--host-memory)"
-    return "--host-memory, or what this machine has free"
+    answers = "assumed" if request.mean_answer is None else "--answer-tokens"
+    prompts = "assumed" if request.mean_prompt is None else "--prompt-tokens"
+    return [
+        *rows,
+        ("memory of a host", f"{planned.machine.host_bytes / GIB:,.0f} GiB", host),
+        ("answers", f"{lengths.mean():,.0f} tokens in the mean, {spread}", answers),
+        ("prompts", f"{lengths.prompt:,.0f} tokens", prompts),
+    ]
 
 
 def plan_json(planned: Planned) -> str:
     """The whole plan, in bytes, seconds and tokens."""
-    plan, machine = planned.plan, planned.machine
-    parts = ("rank", "generator", "host", "learner", "generation", "update", "shift", "fast", "slow")
+    choice, machine = planned.choice, planned.machine
     content: dict[str, Any] = {
         "model": asdict(planned.profile),
-        "card": asdict(machine.card) | {"memory_bytes": machine.memory_bytes},
+        "card": asdict(planned.gpu) | {"memory_bytes": machine.gpu_bytes},
         "host_bytes": machine.host_bytes,
-        "rates": {name: asdict(rate) for name, rate in machine.rates.items()},
+        "rates": {name: asdict(rate) for name, rate in planned.rates.items()},
         "lengths": asdict(planned.lengths),
-        "ranks": plan.ranks,
-        "kv_bytes_a_token": kv_bytes(plan.config, planned.profile, parallel_cards(plan.config)),
-        **{name: asdict(getattr(plan, name)) for name in parts},
-        "config": plan_keys(plan.config),
+        "ranks": choice.ranks,
+        "kv_bytes_a_token": kv_bytes(choice.config, planned.profile, choice.parallel),
+        **{name: asdict(getattr(choice, name)) for name in ("rank", "generator", "host")},
+        "times": asdict(planned.times),
+        "config": plan_keys(choice.config),
     }
     return json.dumps(content, indent=1)
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[Sequence[str]]) -> Table:
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, head in enumerate(heads):
         table.add_column(head, justify="left" if number != 1 else "right", overflow="fold")
@@ -200,7 +187,7 @@ def _gib(value: float | None) -> str:
     return "" if value is None else f"{value / GIB:,.1f}"
 
 
-def _range(seconds: Seconds) -> str:
+def _range(seconds: SecondsRange) -> str:
     low, high = short_number(seconds.low), short_number(seconds.high)
     return low if low == high else f"{low} to {high}"
 

@@ -1,4 +1,4 @@
-"""Makes the plan of a model on cards: a configuration and its costs, or a refusal with the nearest that fits."""
+"""Makes the plan of a model on GPUs: a configuration and its costs, or a refusal by the shortages of the nearest."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gspo.cli.plan.plan_request import (
     REWARD,
     Planned,
     PlanRequest,
-    machine_of,
-    planned_request,
+    choice_of,
+    planned_choice,
     teacher_keys,
 )
 from gspo.cli.plan.rates import find_kind, rates_of
@@ -33,18 +33,18 @@ def make_plan(request: PlanRequest) -> Planned:
     """Find the plan of a request.
 
     Raises:
-        InputError: The model or the card is unknown, the context too long, or nothing fits: then with the numbers of
-            the nearest configuration, and with changes that fit.
+        InputError: The model or the GPU is unknown, the context too long, or nothing fits: then with everything that
+            the nearest configuration lacks, and with changes that fit.
     """
-    card = find_kind(request.card, request.card_gb)
-    machine = machine_of(request, card, rates_of(card, request.results))
+    gpu = find_kind(request.gpu, request.gpu_gb)
+    rates = rates_of(gpu, request.results)
     profile = _profile_for(request, request.model, "the model")
     if request.teacher is not None:
         profile = replace(profile, teacher=_profile_for(request, request.teacher, "the teacher"))
-    planned = planned_request(request, profile, machine)
-    if isinstance(planned, Planned):
-        return planned
-    raise does_not_fit(request, profile, machine, planned)
+    choice = choice_of(request, profile, gpu)
+    if choice is None or choice.shortages:
+        raise does_not_fit(request, profile, gpu, choice)
+    return planned_choice(request, profile, gpu, rates, choice)
 
 
 def _profile_for(request: PlanRequest, folder: Path, name: str) -> ModelProfile:
@@ -59,7 +59,7 @@ def _profile_for(request: PlanRequest, folder: Path, name: str) -> ModelProfile:
     return profile
 
 
-def cards_here() -> tuple[str | None, int]:
+def gpus_here() -> tuple[str | None, int]:
     """The kind of the GPUs that a process started here sees, and their number; (None, 0) if there is none.
 
     Raises:
@@ -94,10 +94,9 @@ def write_plan(planned: Planned, path: Path) -> None:
         raise InputError(str(path), "exists already", "Name another file; nothing is overwritten")
     if not path.parent.is_dir():
         raise InputError(str(path.parent), "is not a folder", "Create it, or name another file")
-    keys = plan_keys(planned.plan.config)
+    keys = plan_keys(planned.choice.config)
     parse_config(dict(keys), base=path.parent, source=str(path))
-    cards = f"{planned.request.num_cards} x {planned.machine.card.name}"
-    heading = f"# Written by gspo plan for {cards}. Set data and reward.\n"
+    heading = f"# Written by gspo plan for {planned.request.num_gpus} x {planned.gpu.name}. Set data and reward.\n"
     path.write_text(heading + yaml.safe_dump(keys, sort_keys=False))
 
 

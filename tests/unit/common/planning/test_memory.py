@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plans.published_models import published_models
-from gspo.cli.plan.search import trained_size_of
+from gspo.cli.plan.choice import trained_size_of
 from gspo.common.planning.memory import learner_host_bytes, pass_bytes
 from tests.support.training.rollout_rows import make_config
 
