@@ -1,7 +1,7 @@
 """`python -m benchmarks [SECTION...]`: measure, section by section, and write docs/benchmarks.md.
 
 The results of a section stay on disk, so each can be measured again alone. The machine should have no other work.
-Further commands write pages of their own: `moe`, `long`, `models`, `chaos` and `chaos-engines`.
+Further commands write pages of their own: `models`, `chaos` and `chaos-engines`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from benchmarks.harness.page import write_page
 from benchmarks.harness.section import Effort, PageSection, Record, load_results, save_results
 from benchmarks.learner.logprobs import LOGPROBS
 from benchmarks.learner.step_time import LEARNER
-from benchmarks.long.experiments import long
-from benchmarks.moe.stability import moe
 from benchmarks.pipeline.rollout_rate import PIPELINE
 from benchmarks.push.weight_update import PUSH
 from benchmarks.reward.sandbox_cost import REWARD
@@ -124,7 +122,7 @@ def models(kinds: Annotated[list[str] | None, typer.Argument(help="model_type; b
         PAGE.write_text(page(verdicts))
 
 
-for command in (moe, long, chaos, chaos_engines):
+for command in (chaos, chaos_engines):
     app.command()(command)
 
 if __name__ == "__main__":

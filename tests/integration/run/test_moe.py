@@ -1,6 +1,6 @@
 """A mixture of experts through the whole system, with CISPO and no routing replay; its export in both engines.
 
-Not here: the books of a run (test_run.py), stability (`python -m benchmarks moe`).
+Not here: the books of a run (test_run.py), stability (`python -m examples.experiments moe`).
 """
 
 from __future__ import annotations

@@ -213,6 +213,10 @@ def _check_python(arguments: Sequence[str], *, is_whole: bool) -> None:
         _check_source(ROOT / arguments[0], arguments[1:])
     elif arguments[1] == "benchmarks":
         _check_benchmarks(arguments[2:])
+    elif arguments[1] == "examples.experiments":
+        from examples.experiments.__main__ import app as experiments
+
+        check_click(_command_of(experiments), "python -m examples.experiments", arguments[2:], is_whole=is_whole)
     elif arguments[1].startswith("gspo."):
         _check_service(arguments[1], arguments[2:])
     elif (ROOT / arguments[1].replace(".", "/")).is_dir():

@@ -110,10 +110,12 @@ def compared_experts(run_dir: Path, step: int, dtypes: Sequence[str]) -> Record:
     """How many experts differ at the last step's tokens: engine against learner, and before against after the step."""
     folders = {name: str(run_dir.parent / name) for name in ("before", "after")}
     arguments = {"run_dir": str(run_dir), "step": step, **folders}
-    learner = run_child("benchmarks.moe.experts.learner_experts", arguments, timeout_s=_CHILD_S)
+    learner = run_child("examples.experiments.moe.experts.learner_experts", arguments, timeout_s=_CHILD_S)
     of_engine = {"model": folders["before"], "inputs": learner["inputs"], "starts": learner["starts"]}
     engine = {
-        dtype: run_child("benchmarks.moe.experts.engine_experts", {**of_engine, "dtype": dtype}, timeout_s=_CHILD_S)
+        dtype: run_child(
+            "examples.experiments.moe.experts.engine_experts", {**of_engine, "dtype": dtype}, timeout_s=_CHILD_S
+        )
         for dtype in dtypes
     }
     for folder in folders.values():

@@ -18,19 +18,19 @@ from benchmarks.harness.page import write_below
 from benchmarks.harness.plots import panels
 from benchmarks.harness.section import Record
 from benchmarks.harness.tables import table
-from benchmarks.long.claims import claims, verdicts
-from benchmarks.long.declared_runs import LAST, Scale, declared_runs, last_reward
-from benchmarks.moe.comparison_run import COMPARED
+from examples.experiments.long.claims import claims, verdicts
+from examples.experiments.long.declared_runs import LAST, Scale, declared_runs, last_reward
+from examples.experiments.moe.comparison_run import COMPARED
 from gspo.common.telemetry.clip_causes import ClipCauses, clip_causes
 from gspo.view.picture.curves import BLUE, ORANGE
 
-GENERATED = "<!-- Below this line: written by python -m benchmarks long -->"
+GENERATED = "<!-- Below this line: written by python -m examples.experiments long -->"
 _QUIET_SHARE = 0.1
 _METHOD = """
 ## Method
 
 {done} of {declared} runs, until {date}, on {cores} cores. Processor: {processor}. Packages: {packages}. Every number: \
-[{json}]({json}). `python -m benchmarks long` makes the others.
+[{json}]({json}). `python -m examples.experiments long` makes the others.
 
 - Task: `examples/long` ({example}), {steps} steps of 8 problems with 8 answers each. Held-out accuracy is of 2 \
 answers to each of 64 problems.

@@ -1,4 +1,4 @@
-"""`gspo run` with noise on the engine's log-probs: `python -m benchmarks.long.noisy_run CONFIG [--plain]`.
+"""`gspo run` with noise on the engine's log-probs: `python -m examples.experiments.long.noisy_run CONFIG [--plain]`.
 
 Every service is that of a run, but the learner trains with `logp` of noisy rows. The step log keeps the engine's own.
 GSPO_NOISE_SIGMA has the standard deviation. Called with the options of a learner, it is that learner.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.simulated.run import main
 from gspo.cli.processes.supervisor import Program
 
-MODULE, VARIABLE = "benchmarks.long.noisy_run", "GSPO_NOISE_SIGMA"
+MODULE, VARIABLE = "examples.experiments.long.noisy_run", "GSPO_NOISE_SIGMA"
 
 
 def noisy(program: Program) -> Program:

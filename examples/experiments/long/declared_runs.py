@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.section import Record
-from benchmarks.moe.comparison_run import COMPARED, NUM_EXPERTS
+from examples.experiments.moe.comparison_run import COMPARED, NUM_EXPERTS
 
 ARMS = {"dense": 0, "mixture": NUM_EXPERTS}  # experts of a layer
 # A mixture is not tried at the highest: it ends a dense model's learning.

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.harness.section import Record
-from benchmarks.long.declared_runs import ARMS, CLIPS, DENOMINATORS, LAGS, LAST, RATES, ROUTINGS, last_reward
-from benchmarks.moe.comparison_run import COMPARED
+from examples.experiments.long.declared_runs import ARMS, CLIPS, DENOMINATORS, LAGS, LAST, RATES, ROUTINGS, last_reward
+from examples.experiments.moe.comparison_run import COMPARED
 
 CONFIRMED, FAILED, UNTESTED, NOT_RUN = "confirmed", "not confirmed", "could not be tested", "not run yet"
 # A difference of mean rewards below this is none: two standard errors of 640 answers at a share of a half.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.moe.comparison_run import FIGURES, changed
-from benchmarks.moe.stability_page import GENERATED, write_page
+from examples.experiments.moe.comparison_run import FIGURES, changed
+from examples.experiments.moe.stability_page import GENERATED, write_page
 
 
 def test_experts_are_a_set_and_a_token_counts_once() -> None:

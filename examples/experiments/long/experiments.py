@@ -1,4 +1,4 @@
-"""`python -m benchmarks long`: the experiments on long answers, and docs/long.md.
+"""`python -m examples.experiments long`: the experiments on long answers, and docs/long.md.
 
 A finished run stays in docs/long.json, so that all of them can be made in pieces, on several days.
 """
@@ -13,9 +13,9 @@ from rich.console import Console
 from benchmarks import DOCS
 from benchmarks.harness.kept_runs import KeptRuns, chosen_names
 from benchmarks.harness.section import Record
-from benchmarks.long.declared_runs import SCALES, declared_runs
-from benchmarks.long.long_page import write_page
-from benchmarks.long.measured_run import measured_long_run
+from examples.experiments.long.declared_runs import SCALES, declared_runs
+from examples.experiments.long.long_page import write_page
+from examples.experiments.long.measured_run import measured_long_run
 
 console = Console()
 

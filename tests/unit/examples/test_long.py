@@ -14,11 +14,11 @@ import yaml
 from benchmarks.harness import example
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.kept_runs import KeptRuns, chosen_names
-from benchmarks.long.claims import NOT_RUN, UNTESTED, claims
-from benchmarks.long.declared_runs import SCALES, Scale, best_rate, declared_runs, grid_name
-from benchmarks.long.long_page import write_page
-from benchmarks.long.measured_run import sections
-from benchmarks.long.noisy_run import with_noise
+from examples.experiments.long.claims import NOT_RUN, UNTESTED, claims
+from examples.experiments.long.declared_runs import SCALES, Scale, best_rate, declared_runs, grid_name
+from examples.experiments.long.long_page import write_page
+from examples.experiments.long.measured_run import sections
+from examples.experiments.long.noisy_run import with_noise
 from gspo.common.config.loading import parse_config
 
 

@@ -11,9 +11,9 @@ from benchmarks.harness.child_process import run_child
 from benchmarks.harness.example import make_cold_start, write_example
 from benchmarks.harness.gspo_run import logged
 from benchmarks.harness.section import Record
-from benchmarks.long.declared_runs import ARMS, LongRun, Scale, best_rate
-from benchmarks.long.noisy_run import MODULE, VARIABLE
-from benchmarks.moe.comparison_run import (
+from examples.experiments.long.declared_runs import ARMS, LongRun, Scale, best_rate
+from examples.experiments.long.noisy_run import MODULE, VARIABLE
+from examples.experiments.moe.comparison_run import (
     ALGORITHMS,
     DTYPES,
     FIGURES,
@@ -64,7 +64,9 @@ def measured_long_run(name: str, run: LongRun, scale: Scale, results: Mapping[st
     }
     if run.experiment == "ratio" and run.seed == 0:
         arguments = {"run_dir": str(run_dir), "model": str(cold_start / "model")}
-        record["mismatch"] = run_child("benchmarks.long.answer_lengths.mismatch", arguments, timeout_s=_CHILD_S)
+        record["mismatch"] = run_child(
+            "examples.experiments.long.answer_lengths.mismatch", arguments, timeout_s=_CHILD_S
+        )
     if ARMS[run.arm]:
         record["experts"] = compared_experts(run_dir, scale.steps, DTYPES[:1])
     measured: Record = {**rounded(record), "measured_unix_s": record["measured_unix_s"]}

@@ -17,11 +17,11 @@ from benchmarks.harness.page import write_below
 from benchmarks.harness.plots import panels
 from benchmarks.harness.section import Record
 from benchmarks.harness.tables import table
-from benchmarks.moe.comparison_run import COMPARED
+from examples.experiments.moe.comparison_run import COMPARED
 from gspo.view.picture.curves import BLUE, ORANGE
 
 NAME = "moe"
-GENERATED = "<!-- Below this line: written by python -m benchmarks moe -->"
+GENERATED = "<!-- Below this line: written by python -m examples.experiments moe -->"
 _LAST = 10  # steps at the end of a run over which a mean is taken
 # Label of a row, the figure of a run in it, and the format of its numbers.
 Row = tuple[str, str, str]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks moe`: GSPO against GRPO on a small mixture of experts, and docs/moe.md.
+"""`python -m examples.experiments moe`: GSPO against GRPO on a small mixture of experts, and docs/moe.md.
 
 The results of a run stay on disk, so all of them can be made in pieces. It reports no times: other work may run
 beside it.
@@ -14,8 +14,8 @@ from rich.console import Console
 from benchmarks import DOCS, RESULTS
 from benchmarks.harness.kept_runs import KeptRuns, chosen_names
 from benchmarks.harness.section import Record
-from benchmarks.moe.comparison_run import COMPARED, measured_run
-from benchmarks.moe.stability_page import write_page
+from examples.experiments.moe.comparison_run import COMPARED, measured_run
+from examples.experiments.moe.stability_page import write_page
 
 console = Console()
 SEEDS = (0, 1, 2)
