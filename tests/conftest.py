@@ -21,9 +21,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from gspo.cli.processes.redis_server import redis_command
-from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.inbox import create_consumer_groups
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.redis_client import connect_redis
 from tests.support.repository.run_report import RunReport
 
 # An example of a few milliseconds takes 200, hypothesis' own limit, where the machine is busy.

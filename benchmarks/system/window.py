@@ -16,10 +16,10 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.harness.child_process import processor_s
-from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.events import FROM_START, Events
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.redis_client import connect_redis
 from gspo_proto.rollout_pb2 import Event
 
 _ALL_EVENTS = 10_000

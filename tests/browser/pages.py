@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.redis_client import connect_redis
 from tests.browser.attacker_site import AttackerSite, attacker_site
 from tests.browser.chromium import LOAD_S, browser, text_of
 from tests.support.service_process import make_run, service_process

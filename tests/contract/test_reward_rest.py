@@ -24,9 +24,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.redis_client import connect_redis
 from tests.support.service_process import make_run, service_process
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]

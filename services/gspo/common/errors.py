@@ -6,7 +6,7 @@ import difflib
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import yaml
 from pydantic import BaseModel
@@ -63,6 +63,17 @@ class ConfigError(ValueError):
         where = ".".join(part for part in (section, self.key) if part)
         rule = self.rule if self.value is NO_VALUE else f"{in_yaml(self.value)} {self.rule}"
         return InputError(where, rule, self.fix)
+
+
+EntryProblem = Literal["too_large", "undecodable", "schema", "malformed"]
+
+
+class MalformedEntryError(ValueError):
+    """The bytes are not an entry that this version reads; `kind` is the bounded name of the problem."""
+
+    def __init__(self, detail: str, kind: EntryProblem = "malformed") -> None:
+        super().__init__(detail)
+        self.kind: EntryProblem = kind
 
 
 def exit_bad_input(error: InputError) -> NoReturn:

@@ -15,7 +15,8 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from gspo.common.streams.entries import MalformedEntryError, read_entry
+from gspo.common.errors import MalformedEntryError
+from gspo.common.streams.entries import read_entry
 from gspo.common.streams.inbox import FIELD, create_consumer_groups
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import PAUSED_BY_USER, SERVICES, Keys, consumer_groups

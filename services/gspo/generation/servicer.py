@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 import structlog
 
+from gspo.common.errors import MalformedEntryError
 from gspo.common.network.grpc_server import ADMITTED, refuse_message
 from gspo.common.service.app import Service
-from gspo.common.streams.entries import MalformedEntryError, check_message
+from gspo.common.streams.entries import check_message
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineBrokenError, EngineLike, LoadFailedError, WrongTensorsError
 from gspo.generation.engine.staging import ModelMismatchError, PolicyCopies, StagingError

@@ -7,8 +7,9 @@ from typing import Any
 
 import grpc
 
+from gspo.common.errors import MalformedEntryError
 from gspo.common.network.grpc_server import refuse_message
-from gspo.common.streams.entries import MalformedEntryError, check_message
+from gspo.common.streams.entries import check_message
 from gspo.reward.functions.arguments import NotAskableError
 from gspo.reward.functions.environment_steps import EnvironmentSteps, Turn
 from gspo.reward.functions.library import Function, UnknownFunctionError

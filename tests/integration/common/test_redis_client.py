@@ -13,10 +13,10 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import Connection
 
 from gspo.cli.processes.redis_server import redis_command
-from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import Inbox, append
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.redis_client import connect_redis
 from gspo_proto.rollout_pb2 import Event, GroupTask, Prompt, StopRequested
 from tests.conftest import free_port
 from tests.support.typed.redis_entries import payloads

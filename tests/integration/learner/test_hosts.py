@@ -20,10 +20,10 @@ from redis.asyncio import Redis
 
 from gspo.cli.processes.redis_server import redis_command, write_password
 from gspo.common.config.schema import Config
-from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import create_consumer_groups
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.redis_client import connect_redis
 from gspo_proto.rollout_pb2 import Event, Finished
 from tests.conftest import free_port
 from tests.support.service_process import end, registered, wait_exit

@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
-from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.inbox import Delivery, EntryOutput, EntryState, Inbox, append
 from gspo.common.streams.keys import GATEWAY, Keys
+from gspo.common.streams.redis_client import connect_redis
 from gspo.common.streams.token_counts import read_counts
 from gspo.gateway.sessions.session_store import SessionStore
 from gspo_proto.agent_pb2 import TurnBegin, TurnEnd, TurnEntry, TurnTokens

@@ -16,8 +16,8 @@ import yaml
 from redis.asyncio import Redis
 
 from benchmarks.simulated.settings import Settings
-from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.keys import GENERATION, LEARNER, Keys
+from gspo.common.streams.redis_client import connect_redis
 from tests.integration.stalls.silent_services import LIMIT_S, SILENT
 from tests.support.tiny_model import make_tiny_model
 

@@ -26,8 +26,8 @@ from gspo.common.network.credentials import (
     redis_refusal,
     without_password,
 )
-from gspo.common.service.redis_client import connect_redis
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.redis_client import connect_redis
 
 LOOPBACK = "127.0.0.1"
 REDIS = "redis"

@@ -29,9 +29,9 @@ from gspo.cli.processes.supervisor import ProcessSupervisor, Program
 from gspo.cli.rundir.open_run import api_client, api_url
 from gspo.cli.rundir.start import SERVICES_DIR, write_supervisor_facts
 from gspo.common.config.schema import Config
-from gspo.common.service.redis_client import REDIS_PATIENCE_S
 from gspo.common.streams.card_engines import CardEngines
 from gspo.common.streams.keys import COORDINATOR, LEARNER, Keys
+from gspo.common.streams.redis_client import REDIS_PATIENCE_S
 from gspo.common.tasks import run_until_cancelled, task_group
 
 Screen: TypeAlias = PlainScreen | LiveScreen

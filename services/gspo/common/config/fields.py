@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -40,6 +40,7 @@ PATTERNS = {
     HTTP_ADDRESS: "an address that begins with http:// or https://",
     HTTP_HOST: "http:// or https:// with a host and a port, and no path",
 }
+ColumnType = Literal["text", "number", "boolean", "json", "base64", "omit"]
 RunName = Annotated[str, StringConstraints(pattern=_NAME)]
 VersionText = Annotated[str, StringConstraints(pattern=_VERSION)]
 HostName = Annotated[str, StringConstraints(pattern=_HOST_NAME)]

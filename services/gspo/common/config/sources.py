@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
 
+from gspo.common.chat_messages import RESERVED_VARIABLES
 from gspo.common.config.engines import StopString, Temperature
-from gspo.common.config.fields import ON_RESUME, FilePaths, FreeMapping, Owner, RunName, Section
+from gspo.common.config.fields import ON_RESUME, ColumnType, FilePaths, FreeMapping, Owner, RunName, Section
 from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART, EnvironmentConfig, RewardFunction
-from gspo.common.data.column_types import ColumnType
 from gspo.common.errors import NO_VALUE, ConfigError, InputError, in_yaml
-from gspo.common.model.chat_messages import RESERVED_VARIABLES
 
 if TYPE_CHECKING:
     from gspo.common.config.schema import Config

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, Literal
+from typing import Any
 
+from gspo.common.config.fields import ColumnType
 from gspo.common.data.strict_json import RowError, read_text
 
-ColumnType = Literal["text", "number", "boolean", "json", "base64", "omit"]
 _WHOLE = re.compile(r"[+-]?[0-9]{1,4000}")
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gspo.common.data.column_types import ColumnType, as_type
+from gspo.common.config.fields import ColumnType
+from gspo.common.data.column_types import as_type
 from gspo.common.data.strict_json import RowError
 from gspo.common.data.table_rows import dataset_rows, parquet_rows
 from gspo.common.data.text_rows import csv_rows, json_rows

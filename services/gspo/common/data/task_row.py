@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
+from gspo.common.chat_messages import RESERVED_VARIABLES
 from gspo.common.config.sources import Source
 from gspo.common.errors import InputError, in_yaml, nearest
-from gspo.common.model.chat_messages import RESERVED_VARIABLES
 
 # The column under which functions of every convention find the right answer.
 RIGHT_ANSWER = "ground_truth"

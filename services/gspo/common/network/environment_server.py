@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, Protocol, TypeAlias
 
 import httpx
 
-from gspo.common.model.chat_messages import is_observation
+from gspo.common.chat_messages import is_observation
 from gspo.common.network.api_keys import key_header
 from gspo.common.network.outer_http import AnswerTooLargeError, bounded_answer, outer_client
 from gspo.common.plain_json import plain_json, whole_text

@@ -19,10 +19,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gspo.common.config.schema import TlsConfig
-from gspo.common.errors import InputError
+from gspo.common.errors import InputError, MalformedEntryError
 from gspo.common.network.auth_log import note_refusal
 from gspo.common.network.credentials import pem, reachable_host
-from gspo.common.streams.entries import MalformedEntryError
 
 TOKEN_HEADER = "authorization"  # noqa: S105 - the name of a header
 _SCHEME = "Bearer "

@@ -27,11 +27,11 @@ from gspo.common.network.http_server import ASGIApp, HttpServer
 from gspo.common.service.failure import log_failure
 from gspo.common.service.health import HealthProbes
 from gspo.common.service.options import Options, stay
-from gspo.common.service.redis_client import connect_redis
 from gspo.common.service.traces import Traces
 from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.redis_client import connect_redis
 from gspo.common.tasks import cancel_all, first_error, run_until_cancelled
 from gspo.common.telemetry.activity import STARTING, Activity
 

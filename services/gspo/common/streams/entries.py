@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from gspo.common.errors import MalformedEntryError
 from gspo.common.streams.keys import Keys
 from gspo_proto.rollout_pb2 import (
     RUN_END_COMPLETED,
@@ -40,7 +41,6 @@ _MAX_ID, _MAX_COUNT = 2**63 - 1, 2**31 - 1
 MAX_GROUP_SIZE = 4096
 # Of an entry that is too large, a dead letter keeps the beginning: it stays in Redis until a user drops it.
 _KEPT_BYTES = 64 * 2**10
-Problem = Literal["too_large", "undecodable", "schema", "malformed"]
 _Message = TypeVar("_Message", bound=Any)
 
 
@@ -49,14 +49,6 @@ class EntryTooLargeError(Exception):
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"{num_bytes} bytes, and an entry has at most {MAX_ENTRY_BYTES}")
-
-
-class MalformedEntryError(ValueError):
-    """The bytes are not an entry that this version reads; `kind` is the bounded name of the problem."""
-
-    def __init__(self, detail: str, kind: Problem = "malformed") -> None:
-        super().__init__(detail)
-        self.kind: Problem = kind
 
 
 def entry_kinds(keys: Keys) -> dict[str, type[Any]]:

@@ -13,7 +13,8 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from gspo.common.streams.entries import SCHEMA, MalformedEntryError, body_of, make_letter, read_entry
+from gspo.common.errors import MalformedEntryError
+from gspo.common.streams.entries import SCHEMA, body_of, make_letter, read_entry
 from gspo.common.streams.inbox import FIELD
 from gspo.common.streams.keys import EVENTS_KEPT, Keys
 from gspo.common.telemetry import metrics

@@ -21,16 +21,10 @@ from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import ResponseError
 
-from gspo.common.service.redis_client import num_broken_off
-from gspo.common.streams.entries import (
-    MAX_ENTRY_BYTES,
-    EntryTooLargeError,
-    MalformedEntryError,
-    entry_kinds,
-    make_letter,
-    read_entry,
-)
+from gspo.common.errors import MalformedEntryError
+from gspo.common.streams.entries import MAX_ENTRY_BYTES, EntryTooLargeError, entry_kinds, make_letter, read_entry
 from gspo.common.streams.keys import Keys, consumer_groups
+from gspo.common.streams.redis_client import num_broken_off
 from gspo.common.streams.token_counts import COUNTING, NO_TOKENS, NOT_COUNTED, EndedTokens, RolloutTokens
 from gspo.common.telemetry import metrics
 

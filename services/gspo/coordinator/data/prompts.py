@@ -15,13 +15,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo.common.chat_messages import Message, final_answer, read_messages, render_chat
 from gspo.common.config.schema import Config
 from gspo.common.config.sources import Source
 from gspo.common.data.row_reader import RowReader
 from gspo.common.data.row_store import RowStore
 from gspo.common.data.task_row import check_names, split_row, template_variables
 from gspo.common.errors import InputError, in_yaml
-from gspo.common.model.chat_messages import Message, final_answer, read_messages, render_chat
 from gspo_proto.rollout_pb2 import Prompt
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from gspo.common.chat_messages import Message, MessageError, read_messages, render_chat
 from gspo.common.model.answer_place import ANSWER, tokens_behind_answer
-from gspo.common.model.chat_messages import Message, MessageError, read_messages, render_chat
 from gspo_proto.rollout_pb2 import Prompt
 
 # A call as the chat template would show it in an answer, and what then says its format, by vLLM's names.

@@ -43,8 +43,8 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from gspo.common.chat_messages import final_answer
 from gspo.common.errors import InputError, nearest
-from gspo.common.model.chat_messages import final_answer
 from gspo.common.streams.entries import word_of
 from gspo.reward.sandbox.calls import CallError, Signature
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Outcome, Rollout

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.common.model.chat_messages import is_observation
+from gspo.common.chat_messages import is_observation
 from gspo.common.score_numbers import NUMBER_RULE, bounded_number
 from gspo.reward.functions.arguments import NotAskableError
 from gspo.reward.functions.library import Function, counted

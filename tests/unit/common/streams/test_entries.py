@@ -7,8 +7,9 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo.common.errors import MalformedEntryError
 from gspo.common.streams import entries
-from gspo.common.streams.entries import MalformedEntryError, entry_kinds, read_entry, saved_state, scored_entry
+from gspo.common.streams.entries import entry_kinds, read_entry, saved_state, scored_entry
 from gspo.common.streams.keys import Keys, consumer_groups
 from gspo_proto.rollout_pb2 import (
     DeadLetter,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo.common.model.chat_messages import MessageError, is_observation, read_messages, render_chat
+from gspo.common.chat_messages import MessageError, is_observation, read_messages, render_chat
 from tests.support.chat_templates import IM, TOKENIZERS, tokenizer_of
 
 # Shows calls, tools and a variable, as templates of models with tools do.
