@@ -95,7 +95,7 @@ def _chosen(given: argparse.Namespace) -> list[Part]:
 def _run_part(part: Part, given: argparse.Namespace, facts: dict[str, str], limit_s: float) -> PartRecord | None:
     """One part as a process that leads a session of its own, so that nothing of it stays behind.
 
-    None if this card is none for it, or --minutes ended it.
+    None if this GPU is none for it, or --minutes ended it.
     """
     print(f"{part.name}: {part.what} (at most {limit_s:.0f} s)", flush=True)
     answer, log = given.folder / f"{part.name}.json", given.folder / f"{part.name}.log"

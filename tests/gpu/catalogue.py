@@ -32,7 +32,7 @@ class Part:
         module: Of tests/gpu/parts; empty where it has the part's name.
         rates: Of cli/plan/rates.py that it measures, for `gspo plan`.
         on_cpu: Whether its code is tried with `--device cpu` unless it is named.
-        least_s: It is not begun with less time left: estimated, for a card.
+        least_s: It is not begun with less time left: estimated, for a GPU.
         limit_s: It is ended after so long.
     """
 
@@ -85,7 +85,7 @@ _ALL = (
     ),
     Part(
         "shared",
-        "one card in shifts: vLLM sleeps, a step trains, vLLM wakes",
+        "one GPU in shifts: vLLM sleeps, a step trains, vLLM wakes",
         "vLLM gives back at least 0.8 of its memory, and the learner all but 0.1 GiB",
         _BOTH,
     ),

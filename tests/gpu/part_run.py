@@ -166,7 +166,7 @@ class PartRun:
         self.write()
 
     def require_rates(self) -> None:
-        """Fail a part that has not measured all its rates, though the data sheet of the card is known."""
+        """Fail a part that has not measured all its rates, though the data sheet of the GPU is known."""
         lacking = set(PARTS[self.part].rates) - self.rates.keys()
         self.require(self.card is None or not lacking, f"it has not measured {', '.join(sorted(lacking))}")
 
@@ -175,12 +175,12 @@ class PartRun:
 
         Args:
             reason: Why it failed; empty if it passed, None until it has ended.
-            not_here: Why it cannot be run on this card.
+            not_here: Why it cannot be run on this GPU.
         """
         findings = {
             "numbers": self.numbers,
             "goals": [asdict(goal) for goal in self.goals],
-            # On a CPU they say nothing about a card.
+            # On a CPU they say nothing about a GPU.
             "rates": self.rates if self.on_gpu else {},
             "reason": reason,
             "not_here": not_here,
@@ -205,4 +205,4 @@ class PartFailedError(Exception):
 
 
 class NotForThisCardError(Exception):
-    """The part cannot be run here: the card is too small, or there are too few."""
+    """The part cannot be run here: the GPU is too small, or there are too few."""

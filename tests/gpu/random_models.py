@@ -50,7 +50,7 @@ _TINY: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_0_6B,
     "qwen3-8b": QWEN3_8B,
-    # 8 B's width, with so few layers that the states of training fit one card.
+    # 8 B's width, with so few layers that the states of training fit one GPU.
     "qwen3-8b-9-layers": QWEN3_8B | {"num_hidden_layers": 9},
     "qwen3-30b-a3b-1-layer": _QWEN3_30B_A3B | {"num_hidden_layers": 1},
     "qwen3-30b-a3b-4-layers": _QWEN3_30B_A3B | {"num_hidden_layers": 4},

@@ -24,7 +24,7 @@ _VERDICTS = {True: "goal met", False: "GOAL MISSED", None: "not judged on a CPU"
 
 @dataclass(frozen=True)
 class PartRecord:
-    """What one part gave on one card.
+    """What one part gave on one GPU.
 
     Attributes:
         reason: Why it failed; empty where it passed.
@@ -66,7 +66,7 @@ def read_records(path: Path) -> list[PartRecord]:
 
 
 def merge(path: Path, records: Sequence[PartRecord]) -> None:
-    """Put records into a file; of the same part on the same card and versions the last one stays.
+    """Put records into a file; of the same part on the same GPU and versions the last one stays.
 
     They are in the order of the catalogue: of two parts with one rate, `gspo plan` takes that of the later one.
     """
@@ -85,7 +85,7 @@ def write_page(page: Path, records: Sequence[PartRecord]) -> None:
 def rows(records: Sequence[PartRecord]) -> str:
     """The table, a row a record and one for every part without any."""
     lines = ["" if records else f"{_NONE_YET}\n"]
-    lines += ["| part | shows | goal | result | further numbers | s | date, card, driver, versions |"]
+    lines += ["| part | shows | goal | result | further numbers | s | date, GPU, driver, versions |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for name, part in PARTS.items():
         of_part = [record for record in records if record.part == name]

@@ -103,7 +103,7 @@ def _rows(areas: Sequence[Area], today: datetime.date) -> str:
 
 
 def _gpu_row() -> str:
-    """The last record of a card, which makes nothing red."""
+    """The last record of a GPU, which makes nothing red."""
     records = json.loads(GPU_RECORDS.read_text())
     newest = max(records, key=lambda record: record["date"])
     passed = sum(record["passed"] for record in records)

@@ -28,8 +28,8 @@ def gpu_machine(
     """Variables under which a process believes that it is on such a machine.
 
     Args:
-        used_gib: Of each card, by one program; 0 for those after the last.
-        slices: Profiles of the MIG slices of a divided card, by its index.
+        used_gib: Of each GPU, by one program; 0 for those after the last.
+        slices: Profiles of the MIG slices of a divided GPU, by its index.
     """
     folder.mkdir(parents=True, exist_ok=True)
     used_mib = [1024 * gib for gib in used_gib] + [0] * (num_gpus - len(used_gib))

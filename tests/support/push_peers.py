@@ -200,7 +200,7 @@ async def generator(
 
 
 class PublishingLearner:
-    """A publisher and what went live; on shared cards with its shifts."""
+    """A publisher and what went live; on shared GPUs with its shifts."""
 
     def __init__(self, config: Config, redis_url: str, epoch: int) -> None:
         self.service = service_of("learner-0", config, redis_url)

@@ -55,7 +55,7 @@ def test_the_key_of_shared_cards_says_that_no_gpu_has_run_it_until_one_has() -> 
     has_run = any(record.part == "shared" and record.passed for record in read_records(RECORDS))
     says_never = "shared has never run on a GPU" in (Config.model_fields["placement"].description or "")
     assert says_never != has_run
-    (section,) = re.findall(r"## Shared cards\n\n(.*)", PAGE.read_text())
+    (section,) = re.findall(r"## Shared GPUs\n\n(.*)", PAGE.read_text())
     assert section.startswith("**Never run on a GPU**") != has_run
 
 

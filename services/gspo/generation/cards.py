@@ -1,6 +1,6 @@
-"""A generator on cards that it shares with the learner: it starts its engine in the generators' shift alone.
+"""A generator on GPUs that it shares with the learner: it starts its engine in the generators' shift alone.
 
-produces: the record of its engine, as long as that may hold memory of the cards.
+produces: the record of its engine, as long as that may hold memory of the GPUs.
 waits for: the generators' shift, unblocked by the learner (learner/push/shifts.py).
 """
 
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 @asynccontextmanager
 async def cards_of(service: Service) -> AsyncIterator[None]:
-    """A block in which this generator may have an engine; on shared cards it begins in the generators' shift.
+    """A block in which this generator may have an engine; on shared GPUs it begins in the generators' shift.
 
     Raises:
         TimeoutError: No learner has been there for run.start_timeout_s.
@@ -60,7 +60,7 @@ async def _wait_for_shift(service: Service, engines: CardEngines, engine: CardEn
     shift, limit_s = CardShift(service.redis, service.keys), service.config.run.start_timeout_s
     seen_s = looked_s = time.monotonic()
     if not await engines.may_start(service.uid, engine):
-        log.info("cards_awaited", detail="the learner has the cards; the engine starts in the generators' shift")
+        log.info("cards_awaited", detail="the learner has the GPUs; the engine starts in the generators' shift")
     while not await engines.may_start(service.uid, engine):
         if service.stopping.is_set():
             raise asyncio.CancelledError
@@ -69,7 +69,7 @@ async def _wait_for_shift(service: Service, engines: CardEngines, engine: CardEn
             seen_s = looked_s if await list_instances(service.redis, service.keys, LEARNER) else seen_s
         if time.monotonic() - seen_s > limit_s:
             raise TimeoutError(
-                f"no learner has handed over the cards (placement: shared), and none has been there for {limit_s:g} s "
+                f"no learner has handed over the GPUs (placement: shared), and none has been there for {limit_s:g} s "
                 "(run.start_timeout_s)"
             )
         service.activity.set("waiting", "cards", await _present_use(shift))

@@ -1,7 +1,7 @@
 """Takes pushed weights: fence, staging, digest, and only then the load. One push at a time.
 
 A push that is late, broken or refused changes nothing. A load that has begun ends, even if the call is cancelled. On
-shared cards the learner also puts the engine to sleep here, between two pushes, and a push wakes it.
+shared GPUs the learner also puts the engine to sleep here, between two pushes, and a push wakes it.
 `servicer.py` has the calls.
 """
 
@@ -130,7 +130,7 @@ class Receiver:
         self._check_run(request)
         if self._shift is None:
             raise _precondition(
-                "this generator has cards of its own (placement: split), and its engine no sleep mode: learner and "
+                "this generator has GPUs of its own (placement: split), and its engine no sleep mode: learner and "
                 "generators need the same placement"
             )
         self._check_fence(request)
@@ -231,10 +231,10 @@ class Receiver:
             raise
 
     async def _check_shift(self) -> None:
-        """Refuse weights while the learner has the cards: an engine that wakes would take its memory."""
+        """Refuse weights while the learner has the GPUs: an engine that wakes would take its memory."""
         shift = await self._shift.read() if self._shift else None
         if shift and shift.side == "learning":
-            raise _precondition(f"the learner has the cards ({shift.purpose}); weights come after its shift")
+            raise _precondition(f"the learner has the GPUs ({shift.purpose}); weights come after its shift")
 
     def _check_fence(self, header: PushHeader | SleepRequest) -> None:
         """Accept a learner of a higher epoch from its first call on, and end an older learner's push."""

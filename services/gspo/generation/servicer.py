@@ -132,7 +132,7 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
         return result
 
     async def Sleep(self, request: SleepRequest, context: Context) -> SleepReply:
-        """Give the cards to the learner until the next push."""
+        """Give the GPUs to the learner until the next push."""
         try:
             await self._receiver.sleep(request)
         except (PushRefusedError, EngineBrokenError) as error:

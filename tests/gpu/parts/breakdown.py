@@ -1,4 +1,4 @@
-"""The parts of a training step's time on the card, by torch's profiler: attention, linear layers, head and others.
+"""The parts of a training step's time on the GPU, by torch's profiler: attention, linear layers, head and others.
 
 Ranges around the model's modules name the part of a kernel in the forward pass. In the backward pass it follows from
 the sequence number that autograd gives an operation and its gradient.
@@ -40,7 +40,7 @@ _ATTENTION = ("flash", "varlen", "scaled_dot_product", "efficient_attention", "c
 
 
 def run(case: PartRun) -> None:
-    """Time steps, then profile one; note the seconds of each part of it, and those in which the card waited."""
+    """Time steps, then profile one; note the seconds of each part of it, and those in which the GPU waited."""
     training = CASES[case.part.removesuffix("_breakdown"), case.device]
     model = case.model_of(training.shape)
     config, _ = planned(case, training, model)
@@ -114,7 +114,7 @@ def _ranges(module: nn.Module, name: str) -> list[Any]:
 
 
 def own_seconds(event: FunctionEvent) -> float:
-    """Seconds of the kernels that an operation itself started on the card."""
+    """Seconds of the kernels that an operation itself started on the GPU."""
     return float(sum(kernel.duration for kernel in event.kernels)) / 1e6
 
 

@@ -60,7 +60,7 @@ async def _push(
     case.require(copies.staged_digest() == policy.digest, "the staged copy has another digest than the learner's")
     staged_s = time.monotonic() - began
     case.note(**{f"{on_update}_stage_s": staged_s})
-    # Not before: a fast card would be done with the answers while a slow host stages.
+    # Not before: a fast GPU would be done with the answers while a slow host stages.
     flight = asyncio.create_task(answers(engine, prompts, num_tokens, f"flight-{policy.version}"))
     name = f"flight-{policy.version}-0"
     async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""One card in shifts: the memory that a sleeping engine and a waiting learner give back, and that both go on unchanged.
+"""One GPU in shifts: the memory that a sleeping engine and a waiting learner give back, and that both go on unchanged.
 
 The states of training move in this process, the engine has its own. The protocol between them has tests without a GPU.
 """
@@ -85,7 +85,7 @@ async def _require_refusal(case: PartRun, engine: Engine, copies: PolicyCopies) 
 
 
 def _train_in_its_shift(case: PartRun, answered: list[Completion]) -> Trainer:
-    """A step with the card's memory, whose states then leave it."""
+    """A step with the GPU's memory, whose states then leave it."""
     trainer = Trainer(learner_config(case, case.model, "bfloat16", learning_rate=1e-5), case.model)
     train(trainer, 1, rows_of(prompts_of(case)[: len(answered)], answered))
     policy = trainer.policy()
@@ -104,7 +104,7 @@ def _train_in_its_shift(case: PartRun, answered: list[Completion]) -> Trainer:
 
 
 def _train_again(case: PartRun, trainer: Trainer, answered: list[Completion]) -> None:
-    """The second shift: the states come back to the card, and train on."""
+    """The second shift: the states come back to the GPU, and train on."""
     began = time.monotonic()
     trainer.move_to_device()
     case.note(to_device_s=time.monotonic() - began)

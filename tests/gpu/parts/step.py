@@ -34,7 +34,7 @@ class TrainingCase:
     Attributes:
         shape: Of the model, in SHAPES.
         num_timed_steps: After one that warms up.
-        micro_batch_tokens: The first of them that fits the card by the plan is taken.
+        micro_batch_tokens: The first of them that fits the GPU by the plan is taken.
         learner: Further keys of the section.
         mfu_goal: None: there is none.
         copies: Whether the copy of the policy, and the search for its changes, are timed too.
@@ -109,7 +109,7 @@ def run(case: PartRun) -> None:
 
 
 def planned(case: PartRun, training: TrainingCase, model: Path) -> tuple[Any, RankMemory]:
-    """The configuration with the largest micro-batch that fits the card by the plan, and its memory."""
+    """The configuration with the largest micro-batch that fits the GPU by the plan, and its memory."""
     model_profile, total = profile(model), case.total_bytes
     for num_tokens in training.micro_batch_tokens:
         keys = {"learning_rate": 1e-5, **training.learner, "micro_batch_tokens": num_tokens}
@@ -121,11 +121,11 @@ def planned(case: PartRun, training: TrainingCase, model: Path) -> tuple[Any, Ra
         if total is None or memory.peak <= total - reserved_bytes(total):
             return config, memory
     assert total is not None, "the first size fits where no limit is known"
-    raise NotForThisCardError(f"it takes {memory.peak / GIB:.0f} GiB by the plan, and the card has {total / GIB:.0f}")
+    raise NotForThisCardError(f"it takes {memory.peak / GIB:.0f} GiB by the plan, and the GPU has {total / GIB:.0f}")
 
 
 def judge_speed(case: PartRun, training: TrainingCase, trainer: Trainer, flops_per_s: float) -> None:
-    """MFU, by the card's data sheet or a CPU's matrix product; none for an unknown card."""
+    """MFU, by the GPU's data sheet or a CPU's matrix product; none for an unknown GPU."""
     (peak,) = trainer.cards.values()
     if peak is None:
         return

@@ -162,7 +162,7 @@ def test_the_cards_of_the_machine_are_the_default(model: Path, environment: dict
 def test_a_written_configuration_can_start_and_takes_what_was_planned(
     environment: dict[str, str], tmp_path: Path, max_lag: int, placement: str
 ) -> None:
-    """Checked as every start is, up to the engines: `gspo doctor` on a machine with the plan's cards."""
+    """Checked as every start is, up to the engines: `gspo doctor` on a machine with the plan's GPUs."""
     model, file = make_tiny_model(tmp_path / "model"), tmp_path / "config.yaml"
     here = environment | gpu_machine(tmp_path / "machine", 2) | {"COLUMNS": "200"}
     plan = planned(here, model, "--context", 64, "--max-lag", max_lag, "--write", file)

@@ -201,7 +201,7 @@ async def test_a_generator_that_stops_saves_its_rollouts_and_returns_their_tasks
 
 
 async def test_leases_outlive_a_sleep_of_the_engine(redis: Redis, keys: Keys, redis_url: str, tmp_path: Path) -> None:
-    """As in the learner's shift on shared cards: no other generator takes the rollouts, and they go on after it."""
+    """As in the learner's shift on shared GPUs: no other generator takes the rollouts, and they go on after it."""
     config = configure(tmp_path, save_tokens=1000)
     sleeping = start(config, redis_url, "sleeping")
     await issue(redis, keys, 7)

@@ -126,7 +126,7 @@ def test_the_live_page_shows_what_each_process_uses_and_where_the_time_goes(
     assert 0 <= float(cores) < 64
     assert float(memory.replace(",", "")) > 100
     assert "bound by " in watched.page
-    use = r"MFU: learner [\d.]+%, whole loop [\d.]+%; trained tokens/s a card: [\d,]+ \(cards: 1\)"
+    use = r"MFU: learner [\d.]+%, whole loop [\d.]+%; trained tokens/s a GPU: [\d,]+ \(GPUs: 1\)"
     assert re.search(use, watched.page)
     assert "%" in watched.page
 

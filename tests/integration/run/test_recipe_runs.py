@@ -98,7 +98,7 @@ def smaller(recipe: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
         tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + tokenizer.chat_template
     make_tiny_model(folder / "model", num_experts=4 if recipe.name == "moe" else 0, scale=2.0, tokenizer=tokenizer)
     config["model"] = {"path": "model"}
-    config.pop("placement", None)  # shared cards need a card
+    config.pop("placement", None)  # shared GPUs need a GPU
     for sections in (SMALL, SMALLER.get(recipe.name, {})):
         for name, keys in sections.items():
             config[name] = {**config.get(name, {}), **keys}

@@ -1,6 +1,6 @@
-"""A whole run on shared cards with real engines and two ranks, whose generator and learner are killed in both shifts.
+"""A whole run on shared GPUs with real engines and two ranks, whose generator and learner are killed in both shifts.
 
-A CPU has no cards: vLLM records its sleep and keeps its memory, and the learner's states move within the memory. The
+A CPU has no GPUs: vLLM records its sleep and keeps its memory, and the learner's states move within the memory. The
 protocol is that of GPUs.
 """
 
@@ -60,7 +60,7 @@ class StruckRun:
             before = self._instances("generation")
             victim.kill()
             self.until(lambda: self._instances("generation").keys() - before.keys(), "another generator")
-            self.until(lambda: self._newest("generation")["activity"]["what"] == "cards", "its wait for the cards")
+            self.until(lambda: self._newest("generation")["activity"]["what"] == "cards", "its wait for the GPUs")
             self.seen["while waiting"] = self._newest("generation")
         finally:
             learner.send_signal(signal.SIGCONT)
@@ -74,7 +74,7 @@ class StruckRun:
         self.seen["after the learner"] = self._side()
 
     def _stopped_in_its_shift(self) -> psutil.Process:
-        """The learner, which stands still while it has the cards."""
+        """The learner, which stands still while it has the GPUs."""
         while True:
             self.until(lambda: self._side() == "learning", "the learner's shift")
             learner = self._process_of("learner")
@@ -193,4 +193,4 @@ def test_every_step_says_how_long_the_cards_took_to_change_hands(struck: tuple[W
     measured = [line["figures"] for line in run.lines("metrics.jsonl") if "step_s" in line["figures"]]
     assert len(measured) >= STEPS - 2, "only a step that a successor replays has no times"
     assert all(0.0 < figures["shift_s"] < figures["step_s"] for figures in measured)
-    assert "handing shared cards over" in (run.run_dir / "report.html").read_text()
+    assert "handing shared GPUs over" in (run.run_dir / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""Whole training steps on the card of tensors.py: `-m tests.support.card.cases MODELS OUT NAMES...`, also as a rank.
+"""Whole training steps on the GPU of tensors.py: `-m tests.support.card.cases MODELS OUT NAMES...`, also as a rank.
 
 Each case leaves its figures in OUT/NAME.json, or the error that it ended in. A process for all of them: the device
 stays in the process that has it.

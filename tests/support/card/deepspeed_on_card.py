@@ -1,4 +1,4 @@
-"""DeepSpeed on the card of tensors.py, in a process of its own."""
+"""DeepSpeed on the GPU of tensors.py, in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEVICE = f"{tensors.NAME}:0"
 class CardAccelerator(CPU_Accelerator):  # type: ignore[misc]
     """DeepSpeed's view of the card: that of the CPU, without streams, but for names of devices and backends.
 
-    The backend takes the card's tensors alone, as NCCL does those of GPUs.
+    The backend takes the GPU's tensors alone, as NCCL does those of GPUs.
     """
 
     def __init__(self) -> None:
@@ -22,24 +22,24 @@ class CardAccelerator(CPU_Accelerator):  # type: ignore[misc]
         self._name, self._communication_backend_name = tensors.NAME, f"{tensors.NAME}:gloo"
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The card's."""
+        """The GPU's."""
         return tensors.NAME if device_index is None else _DEVICE
 
     def current_device(self) -> str:
-        """The card's."""
+        """The GPU's."""
         return _DEVICE
 
     def current_device_name(self) -> str:
-        """The card's."""
+        """The GPU's."""
         return _DEVICE
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the card."""
+        """Whether a tensor is on the GPU."""
         return tensor.device.type == tensors.NAME
 
 
 def use_card() -> None:
-    """Have this process's trainers compute on the card."""
+    """Have this process's trainers compute on the GPU."""
     tensors.register()
     set_accelerator(CardAccelerator())
-    torch.cuda.get_device_name = lambda device=None: "a card"
+    torch.cuda.get_device_name = lambda device=None: "a GPU"

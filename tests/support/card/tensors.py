@@ -22,7 +22,7 @@ NAME = "card"
 aten = torch.ops.aten
 _KEY, _AUTOCAST = "PrivateUse1", "AutocastPrivateUse1"
 _COPIES = (aten.copy_.default, aten._to_copy.default)
-# Of these a tensor on the card may have its indices on the CPU.
+# Of these a tensor on the GPU may have its indices on the CPU.
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 # These take a number on the CPU, though torch does not tag them as arithmetic.
 _WITH_NUMBERS = (aten.where.self, aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.fill_.Tensor)
@@ -33,7 +33,7 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 class CardTensor(Tensor):
-    """A tensor on the card.
+    """A tensor on the GPU.
 
     Attributes:
         inner: Its numbers, on the CPU; views share them.
@@ -173,7 +173,7 @@ def _rounded(product: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _move_whole(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """nn.Module's move to the card. Parameters stay the same objects, as on a GPU, so tied ones stay tied."""
+    """nn.Module's move to the GPU. Parameters stay the same objects, as on a GPU, so tied ones stay tied."""
     for weight in module._parameters.values():
         if weight is not None and not isinstance(weight, CardTensor):
             with torch.no_grad():
@@ -184,7 +184,7 @@ def _move_whole(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: 
 
 
 def _communicate(func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective of a group that takes the card's tensors alone, by a group of the same ranks for the CPU's."""
+    """A collective of a group that takes the GPU's tensors alone, by a group of the same ranks for the CPU's."""
     kinds = [str(argument.type) for argument in func._schema.arguments]
     arguments = [
         _group_of_cpu(value).boxed() if kind.endswith("c10d.ProcessGroup") else value

@@ -1,4 +1,4 @@
-"""The default split of a machine's cards: generators, ranks and the engine's arguments that a user leaves out."""
+"""The default split of a machine's GPUs: generators, ranks and the engine's arguments that a user leaves out."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ def test_memory_is_saved_as_far_as_needed_and_as_the_user_allows(
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"generation": {"replicas": 2}}, (2, 4)),  # of six cards, four have equal parts of a mini-batch
+        ({"generation": {"replicas": 2}}, (2, 4)),  # of six GPUs, four have equal parts of a mini-batch
         ({"learner": {"ranks": 2}}, (6, 2)),
         ({"learner": {"ranks": 2}, "generation": {"engine": {"tensor_parallel_size": 2}}}, (3, 2)),
         ({"generation": {"replicas": 1}, "learner": {"ranks": 1}}, (1, 1)),
-        ({"learner": {"ranks": 0}}, (1, 0)),  # the user starts the learner, on any number of cards
+        ({"learner": {"ranks": 0}}, (1, 0)),  # the user starts the learner, on any number of GPUs
     ],
 )
 def test_a_given_number_stays_and_the_rest_follows(

@@ -75,7 +75,7 @@ def test_gpus_fill_in_what_the_user_leaves_out(
 def test_a_container_without_a_gpu_prepares_for_those_that_have_one(
     tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines built for CUDA leave no doubt, although nvidia-smi sees no card here."""
+    """Engines built for CUDA leave no doubt, although nvidia-smi sees no GPU here."""
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 0)
     assert values_of(config_of(raw_config, tmp_path).for_device()) == ON_GPUS
 

@@ -192,7 +192,7 @@ def eval_config(spec: EvaluationSpec, folder: Path) -> Config:
         )
     config["name"], config["run"] = "eval", {"directory": str(folder), "total_steps": 1}
     config.setdefault("learner", {})["schedule"] = "constant"
-    config["placement"] = "split"  # there is no learner to share cards with
+    config["placement"] = "split"  # there is no learner to share GPUs with
     config["model"] = {**config.get("model", {}), "path": spec.model}
     files = {name: str(path.resolve()) for name, path in named_files(spec.prompts).items()}
     if base is not None:

@@ -115,7 +115,7 @@ async def run_session(
 
 
 def _reporting_ends(programs: list[Program], config: Config, redis: Redis) -> list[Program]:
-    """The programs; the ends of generators on shared cards are noted, because the learner waits for them."""
+    """The programs; the ends of generators on shared GPUs are noted, because the learner waits for them."""
     if config.placement != "shared":
         return programs
     engines = CardEngines(redis, Keys(config.name))

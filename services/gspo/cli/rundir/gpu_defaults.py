@@ -1,4 +1,4 @@
-"""Defaults that follow from a machine's cards and the model: their split, what saves memory, and what fills them."""
+"""Defaults that follow from a machine's GPUs and the model: their split, what saves memory, and what fills them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gpu_defaults(config: Config, left_out: Collection[str], gpus: Sequence[Gpu])
         left_out: Keys that the user leaves to the device; all others stay.
 
     Returns:
-        No values if the size of a card or of the model is not known, or if the user starts the learner.
+        No values if the size of a GPU or of the model is not known, or if the user starts the learner.
     """
     sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
     if not gpus or len(sizes) < len(gpus) or not config.learner.ranks:
@@ -44,8 +44,8 @@ def gpu_defaults(config: Config, left_out: Collection[str], gpus: Sequence[Gpu])
     if model is None or model.profile is None:
         return {}
     values: dict[str, Any] = {}
-    # NCCL connects no slices of cards, so a divided card is shared out by its user.
-    # Under `placement: shared` the split is of time, not of cards.
+    # NCCL connects no slices of GPUs, so a divided GPU is shared out by its user.
+    # Under `placement: shared` the split is of time, not of GPUs.
     if config.placement == "split" and not any("MIG" in gpu.name for gpu in gpus):
         values = _split(config, model, model.profile, left_out, gpus, float(min(sizes)))
     if COMPILE in left_out and COMPILE not in values:
@@ -110,7 +110,7 @@ def _compiles(config: Config, profile: ModelProfile) -> bool:
 
 
 def _micro_batch(config: Config, model: PlannedModel, profile: ModelProfile, gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """As many tokens as fit on the learner's cards."""
+    """As many tokens as fit on the learner's GPUs."""
     try:
         free = free_for_ranks(config, place(config, process_names(config, SERVICES), gpus))
     except InputError:  # the start places them again, and shows the reason

@@ -57,7 +57,7 @@ class Gpu:
         uuid: Empty where it is not known.
         total_bytes: Its memory, about for a MIG slice; None where it is not known.
         used_bytes: Of its memory, by any process.
-        product: The kind of card, such as "NVIDIA H100 80GB HBM3"; of a MIG slice also its profile. Empty where it is
+        product: The kind of GPU, such as "NVIDIA H100 80GB HBM3"; of a MIG slice also its profile. Empty where it is
             not known.
     """
 

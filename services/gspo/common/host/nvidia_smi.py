@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 _TOOL_S = 15.0
 _MIB = 1 << 20
-# Lines of `nvidia-smi -L`: a card, and below it the slices into which it is divided.
+# Lines of `nvidia-smi -L`: a GPU, and below it the slices into which it is divided.
 _CARD = re.compile(r"^GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
 _SLICE = re.compile(r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>MIG-[^)]+)\)")
 # Memory in the name of a slice's profile, such as 3g.40gb or 1g.10gb+me: GB, and a little less than there is.
@@ -35,7 +35,7 @@ def query(table: str, fields: str) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class MigSlice:
-    """A slice of a card (Multi-Instance GPU).
+    """A slice of a GPU (Multi-Instance GPU).
 
     Attributes:
         profile: Its size, such as "3g.40gb".
@@ -53,7 +53,7 @@ class MigSlice:
 
 
 def mig_slices() -> dict[str, list[MigSlice]]:
-    """The slices of each divided card, by the card's UUID."""
+    """The slices of each divided GPU, by the GPU's UUID."""
     slices: dict[str, list[MigSlice]] = defaultdict(list)
     card = ""
     for line in _ask("-L").splitlines():
@@ -65,7 +65,7 @@ def mig_slices() -> dict[str, list[MigSlice]]:
 
 
 def programs_on(uuid: str) -> str:
-    """The programs that hold memory on a card, as words; empty if the driver does not show them, as in a container."""
+    """The programs that hold memory on a GPU, as words; empty if the driver does not show them, as in a container."""
     rows = query("compute-apps", "gpu_uuid,pid,used_memory,process_name")
     words = []
     for card, pid, used, program in rows:

@@ -11,7 +11,7 @@ from gspo.common.planning.memory import learner_host_bytes, published_bytes, sta
 
 # Interpreter, libraries and engine of four services, before the first weight.
 PROCESSES_GIB = 5.0
-# Assumed of a host that is not known, for each byte of its cards; the machines of clouds have 1.5 to 3.
+# Assumed of a host that is not known, for each byte of its GPUs; the machines of clouds have 1.5 to 3.
 HOST_SHARE = 2
 
 
@@ -20,7 +20,7 @@ class HostMemory:
     """Bytes of one host.
 
     Attributes:
-        ranks: What its ranks offload, on shared cards all their states; or the model while it loads, if that is more.
+        ranks: What its ranks offload, on shared GPUs all their states; or the model while it loads, if that is more.
             The first rank's host also has an earlier version of the trained weights.
         published: Policies that the first rank keeps for pushes.
         staged: Policies that its generators keep: the served and the next one.

@@ -19,13 +19,13 @@ _MOST_FILLED, _STEP_TOKENS = 65_536, 1024
 
 
 def engine_share(config: Config) -> float:
-    """The share of a card's memory that vLLM takes for one generator."""
+    """The share of a GPU's memory that vLLM takes for one generator."""
     share = config.generation.engine.get(SHARE_ARGUMENT)
     return float(share) if isinstance(share, (int, float)) else DEFAULT_SHARE
 
 
 def share_beside(used_bytes: float, card_bytes: float) -> float:
-    """The share of a card's memory that one with a rank has left for vLLM, rounded down to hundredths.
+    """The share of a GPU's memory that one with a rank has left for vLLM, rounded down to hundredths.
 
     Args:
         used_bytes: By the tensors of the rank, and by other programs.
@@ -34,9 +34,9 @@ def share_beside(used_bytes: float, card_bytes: float) -> float:
 
 
 def kept_by_generators(config: Config, card_bytes: float, num_generators: int) -> float:
-    """Bytes of a card that a rank cannot have beside so many generators.
+    """Bytes of a GPU that a rank cannot have beside so many generators.
 
-    In the learner's shift on shared cards these are their contexts alone.
+    In the learner's shift on shared GPUs these are their contexts alone.
     """
     a_generator = CONTEXT_BYTES if config.placement == "shared" else card_bytes * engine_share(config)
     return a_generator * num_generators
@@ -48,7 +48,7 @@ class MemoryBound:
 
     Attributes:
         planned: With all that the plan counts.
-        most: Without its assumptions: an engine's working memory, a card's memory in pieces.
+        most: Without its assumptions: an engine's working memory, a GPU's memory in pieces.
     """
 
     planned: int
@@ -61,7 +61,7 @@ def servable_bound(
     """The capacity of a generator's KV cache: vLLM does not start with a cache smaller than its longest sequence.
 
     Args:
-        share: Of each card, for vLLM.
+        share: Of each GPU, for vLLM.
         num_cards: Of one generator.
     """
     memory = generator_memory(config, profile, card_bytes, share=share, tensor_parallel=num_cards)
@@ -78,11 +78,11 @@ def servable_in_host_memory(config: Config, profile: ModelProfile) -> MemoryBoun
 def trainable_bound(
     config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, free_bytes: float, reserve_bytes: float
 ) -> MemoryBound:
-    """The capacity of a rank: a micro-batch of this rollout alone fits on its card.
+    """The capacity of a rank: a micro-batch of this rollout alone fits on its GPU.
 
     Args:
-        free_bytes: Of the card, for the tensors of the rank.
-        reserve_bytes: Of the card, that the plan leaves free beside them.
+        free_bytes: Of the GPU, for the tensors of the rank.
+        reserve_bytes: Of the GPU, that the plan leaves free beside them.
     """
 
     def most_within(num_bytes: float) -> int:
@@ -98,7 +98,7 @@ def trainable_bound(
 
 
 def fitting_micro_batch(config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, free_bytes: float) -> int:
-    """Tokens of the largest useful micro-batch that fits on a card, and at least the longest rollout.
+    """Tokens of the largest useful micro-batch that fits on a GPU, and at least the longest rollout.
 
     No micro-batch needs more than a mini-batch of the longest rollouts, divided over the ranks.
     """

@@ -18,7 +18,7 @@ FLOAT32_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # CUDA's own memory in a process, beside the allocated tensors.
 CONTEXT_BYTES = GIB
-# Assumed: the part of a card that its allocator cannot use, because the free memory is in pieces.
+# Assumed: the part of a GPU that its allocator cannot use, because the free memory is in pieces.
 FRAGMENTED_SHARE = 0.05
 # The ZeRO stages from which on gradients and weights are divided.
 _DIVIDED_GRADIENTS, _DIVIDED_WEIGHTS = 2, 3
@@ -27,7 +27,7 @@ _DIVIDED_GRADIENTS, _DIVIDED_WEIGHTS = 2, 3
 _LOGITS, _LOGIT_ROWS, _BLOCK_LOGITS = 2**24, 512, 2**22
 # On a GPU under torch_compile: the gradient of the weight is read and written once for so many rows.
 FUSED_ROWS = 4096
-# Of the activations that a compiled layer keeps for its backward pass: 0.55 on one card, of a Qwen3-0.6B.
+# Of the activations that a compiled layer keeps for its backward pass: 0.55 on one GPU, of a Qwen3-0.6B.
 _COMPILED_SHARE = 0.65
 # Policies that the learner keeps for pushes: the newest, the next while it is made, one that is still packed or sent.
 _PUBLISHED = 3
@@ -35,7 +35,7 @@ _PUBLISHED = 3
 _STAGED = 2
 # Assumed for vLLM: CUDA graphs and workspaces, and the copies of the logits of a batch that its sampler makes.
 _ENGINE_BYTES, _SAMPLER_COPIES = 2 * GIB, 3
-# vLLM's tokens of one forward pass on a card with 80 GiB.
+# vLLM's tokens of one forward pass on a GPU with 80 GiB.
 _BATCHED_TOKENS = 8192
 
 
@@ -225,7 +225,7 @@ def _output_layer_bytes(config: Config, profile: ModelProfile, num_tokens: float
 
 
 def reserved_bytes(card_bytes: float) -> float:
-    """Bytes of a card that no tensor of the learner can use: CUDA's own, and an assumed share in pieces."""
+    """Bytes of a GPU that no tensor of the learner can use: CUDA's own, and an assumed share in pieces."""
     return CONTEXT_BYTES + FRAGMENTED_SHARE * card_bytes
 
 
@@ -233,7 +233,7 @@ def host_bytes(config: Config, memory: RankMemory, *, on_gpu: bool) -> float:
     """Bytes of the machine's own memory for a rank, without activations.
 
     On a GPU these are the offloaded bytes, and at the start the model, which below ZeRO 3 is loaded there first. On
-    shared cards all states are there while the generators have the cards.
+    shared GPUs all states are there while the generators have the GPUs.
     """
     lasting = memory.offloaded
     if not on_gpu:
@@ -291,7 +291,7 @@ def staged_bytes(config: Config, num_parameters: int) -> float:
 
 @dataclass(frozen=True)
 class GeneratorMemory:
-    """Bytes of one generator on each of its cards, by part.
+    """Bytes of one generator on each of its GPUs, by part.
 
     Attributes:
         working: Activations, the sampler's logits and vLLM's own workspaces (assumed).
@@ -308,9 +308,9 @@ class GeneratorMemory:
 def generator_memory(
     config: Config, profile: ModelProfile, card_bytes: float, *, share: float, tensor_parallel: int
 ) -> GeneratorMemory:
-    """The memory of a generator on so many equal cards of which vLLM takes a share each.
+    """The memory of a generator on so many equal GPUs of which vLLM takes a share each.
 
-    Keys and values are divided by heads: more cards than heads each keep a copy.
+    Keys and values are divided by heads: more GPUs than heads each keep a copy.
     """
     weights = policy_bytes(config, profile.num_parameters) / tensor_parallel
     activations = _BATCHED_TOKENS * profile.width * 8 * DTYPE_BYTES[config.generation.dtype]
@@ -321,6 +321,6 @@ def generator_memory(
 
 
 def kv_bytes(config: Config, profile: ModelProfile, tensor_parallel: int = 1) -> float:
-    """Bytes of one token's keys and values on each card of a generator."""
+    """Bytes of one token's keys and values on each GPU of a generator."""
     parts = min(tensor_parallel, profile.num_kv_heads)
     return profile.num_kv * DTYPE_BYTES[config.generation.dtype] / parts

@@ -1,4 +1,4 @@
-"""The engines of vLLM on shared cards (`placement: shared`): which processes may hold memory there.
+"""The engines of vLLM on shared GPUs (`placement: shared`): which processes may hold memory there.
 
 A heartbeat says too little: a process that was stopped has none, and keeps its memory. So each engine has a record from
 before its start until its process has ended. The generator writes it, and again with every heartbeat, so that it
@@ -56,7 +56,7 @@ class CardEngines:
     async def may_start(self, uid: str, engine: CardEngine) -> bool:
         """Whether a generator may start its engine now: in the generators' shift, with its record written at once.
 
-        So a learner that takes the cards misses no start.
+        So a learner that takes the GPUs misses no start.
         """
         keys, words = [self._keys.shift, self._keys.card_engines], [uid, json.dumps(asdict(engine))]
         return bool(await self._may_start(keys=keys, args=words))

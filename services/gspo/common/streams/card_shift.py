@@ -1,4 +1,4 @@
-"""The shift on shared cards (`placement: shared`): either the generators have the memory of the cards, or the learner.
+"""The shift on shared GPUs (`placement: shared`): either the generators have the memory of the GPUs, or the learner.
 
 The learner alone changes it, and a learner of a higher epoch takes it over. It is in Redis, so it outlives every
 process. A generator starts its engine in the generators' shift alone (card_engines.py).

@@ -161,7 +161,7 @@ def _explain(stage: str, times: Times) -> tuple[str, list[str]]:
             return because, [*lag, f"a faster learner: {means}; another generator would change nothing"]
         case "shift":
             larger = f"larger steps (algorithm.rollout_batch_size above {config.algorithm.rollout_batch_size})"
-            return f"handing shared cards over takes {share} of a step", [larger, "placement: split", *lag]
+            return f"handing shared GPUs over takes {share} of a step", [larger, "placement: split", *lag]
         case "push":
             change = "a faster network to the generators, or generators nearer to the learner"
             return f"making and pushing the version takes {share} of a step", [*lag, change]

@@ -1,9 +1,9 @@
-"""How well a step uses the cards: MFU and tokens a second, of the learner alone and of the whole loop.
+"""How well a step uses the GPUs: MFU and tokens a second, of the learner alone and of the whole loop.
 
-    MFU = model flops / (seconds * peak flop/s of the cards)
+    MFU = model flops / (seconds * peak flop/s of the GPUs)
 
-The learner's has the flops of training over `train_s` and the cards of its ranks. The loop's has the flops of training
-and of sampling the trained tokens over `step_s` and every card of learner and generators, each once.
+The learner's has the flops of training over `train_s` and the GPUs of its ranks. The loop's has the flops of training
+and of sampling the trained tokens over `step_s` and every GPU of learner and generators, each once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MFU = {"learner_mfu": "learner", "mfu": "whole loop"}
 
 @cache
 def peak_flops(product: str) -> float | None:
-    """The dense bfloat16 flop/s of a kind of card, as nvidia-smi names it; None for an unknown one, logged once."""
+    """The dense bfloat16 flop/s of a kind of GPU, as nvidia-smi names it; None for an unknown one, logged once."""
     if card := GPU_KINDS.get(product):
         return card.flops
     log.warning("unknown_card", card=product or "not named", effect="no MFU with it; the flops a second stay")
@@ -40,7 +40,7 @@ def peak_flops(product: str) -> float | None:
 def card_use(
     figures: Mapping[str, float], learner: Mapping[str, float | None], generators: Mapping[str, str]
 ) -> dict[str, float]:
-    """Figures of the cards' use in a step; those that need an unknown peak, or flops that were not counted, are absent.
+    """Figures of the GPUs' use in a step; those that need an unknown peak, or flops that were not counted, are absent.
 
     Args:
         figures: Of the step; `train_flops` and `generation_flops` if the trainer counts them.
@@ -75,7 +75,7 @@ def mean_card_use(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def card_use_line(steps: Sequence[Mapping[str, float]]) -> str:
-    """How well some steps used the cards, in one line; empty before the first figure of it."""
+    """How well some steps used the GPUs, in one line; empty before the first figure of it."""
     means = mean_card_use(steps)
     mfu = [f"{of} {means[name]:.1%}" for name, of in _MFU.items() if name in means]
     parts = [f"MFU: {', '.join(mfu)}"] if mfu else []
@@ -83,7 +83,7 @@ def card_use_line(steps: Sequence[Mapping[str, float]]) -> str:
         parts.append(f"learner {means['learner_flops_per_s'] / 1e12:.3g} Tflop/s")
     if "tokens_per_s_per_card" in means:
         tokens_per_s, num_cards = means["tokens_per_s_per_card"], steps[-1]["cards"]
-        parts.append(f"trained tokens/s a card: {tokens_per_s:,.0f} (cards: {num_cards:.0f})")
+        parts.append(f"trained tokens/s a GPU: {tokens_per_s:,.0f} (GPUs: {num_cards:.0f})")
     return "; ".join(parts)
 
 

@@ -182,7 +182,7 @@ class Engine:
     async def wake(self, version: int, copies: PolicyCopies, *, timeout_s: float) -> LoadTimes:
         """Take the memory back and serve the staged copy as `version`; the caches are empty.
 
-        The order is that of vLLM's memory: weights, the staged policy, the KV cache. So the card never holds the KV
+        The order is that of vLLM's memory: weights, the staged policy, the KV cache. So the GPU never holds the KV
         cache beside the tensors of a load.
 
         Raises:

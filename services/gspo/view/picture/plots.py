@@ -234,7 +234,7 @@ PLOTS = (
             "seconds a step",
             StepFigure("wait_s", "waiting for rollouts", GREY, "stacked"),
             StepFigure("train_s", "training", BLUE, "stacked"),
-            StepFigure("shift_s", "handing shared cards over", RED, "stacked"),
+            StepFigure("shift_s", "handing shared GPUs over", RED, "stacked"),
             StepFigure("probe_s", "measuring the engines' mismatch", SKY, "stacked"),
             StepFigure("publish_s", "making the version: training waits", ORANGE, "stacked"),
             StepFigure("hold_s", "waiting for an evaluation", PURPLE, "stacked"),
@@ -326,6 +326,6 @@ PLOTS = (
             StepFigure("mfu", "whole loop", ORANGE),
             is_share=True,
         ),
-        Panel("tokens/s a card", StepFigure("tokens_per_s_per_card", "trained tokens, whole loop", GREEN)),
+        Panel("tokens/s a GPU", StepFigure("tokens_per_s_per_card", "trained tokens, whole loop", GREEN)),
     ),
 )

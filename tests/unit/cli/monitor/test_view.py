@@ -217,9 +217,9 @@ def test_the_use_of_the_cards_is_one_line_also_where_their_peak_is_unknown() -> 
     figures = {"step_s": 4.0, "train_s": 1.0, "cards": 8.0}
     figures |= {"tokens_per_s_per_card": 1250.0, "learner_flops_per_s": 2e14}
     assert card_use_line([]) == ""
-    assert card_use_line([figures]) == "learner 200 Tflop/s; trained tokens/s a card: 1,250 (cards: 8)"
+    assert card_use_line([figures]) == "learner 200 Tflop/s; trained tokens/s a GPU: 1,250 (GPUs: 8)"
     known = figures | {"learner_mfu": 0.4, "mfu": 0.125}
-    assert card_use_line([known]) == "MFU: learner 40.0%, whole loop 12.5%; trained tokens/s a card: 1,250 (cards: 8)"
+    assert card_use_line([known]) == "MFU: learner 40.0%, whole loop 12.5%; trained tokens/s a GPU: 1,250 (GPUs: 8)"
 
 
 def test_the_last_measurement_of_the_mismatch_has_its_age(config: Config) -> None:

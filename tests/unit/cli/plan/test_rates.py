@@ -1,4 +1,4 @@
-"""Cards by name and memory, and the rates that results of `make gpu-test` replace."""
+"""GPUs by name and memory, and the rates that results of `make gpu-test` replace."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_a_second_run_is_refused_until_the_first_ends() -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
         assert first.stdout and first.stdout.readline() == b"locked\n"
         holder = f"process {first.pid}, /runs/first"
-        # By UUID: to the first run, the same card is GPU 5.
+        # By UUID: to the first run, the same GPU is GPU 5.
         with pytest.raises(InputError) as caught, lock_gpus(GPUS[:2], Path("/runs/second"), GPUS):
             pytest.fail("locked twice")
         assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""The table of planned memory, the longest rollout, and the micro-batch that fills a card, with a real profile."""
+"""The table of planned memory, the longest rollout, and the micro-batch that fills a GPU, with a real profile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COLUMNS = "weights  gradients  optimizer  KV cache  activations  free"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
-    # It reads longer sequences than small cards can hold.
+    # It reads longer sequences than small GPUs can hold.
     return small_planned_model(tmp_path_factory.mktemp("small"), max_positions=1 << 20)
 
 
@@ -202,7 +202,7 @@ def test_the_default_micro_batch_is_filled_to_the_card_that_the_learner_gets(
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 2)
     filled = user_config(keys, tmp_path).for_device()
     assert filled.learner.micro_batch_tokens == 256 * filled.algorithm.num_rollouts // filled.algorithm.num_mini_batches
-    # The start refuses a card that other programs fill, with its reason.
+    # The start refuses a GPU that other programs fill, with its reason.
     pretend_gpu_machine(monkeypatch, tmp_path / "filled", 1, used_gib=[80])
     assert user_config(keys, tmp_path).for_device().learner.micro_batch_tokens == 2048
 

@@ -45,7 +45,7 @@ async def test_one_that_lived_is_started_again_at_once(tmp_path: Path, monkeypat
 async def test_an_end_is_reported_when_the_children_have_ended_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as vLLM's processes, which may have the memory of a card."""
+    """Such as vLLM's processes, which may have the memory of a GPU."""
     monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.05)
     remaining: list[int] = []
 

@@ -1,4 +1,4 @@
-"""MFU and tokens a second of each card, from the figures of a step and the cards of its processes."""
+"""MFU and tokens a second of each GPU, from the figures of a step and the GPUs of its processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_generators_without_a_card_use_the_cores_of_the_learner() -> None:
 def test_an_unknown_card_leaves_the_flops_a_second() -> None:
     use = card_use(STEP, {"a": None}, {"b": H100})
     assert use.keys() == {"cards", "tokens_per_s_per_card", "learner_tokens_per_s_per_card", "learner_flops_per_s"}
-    # If only a generator's card is unknown, the learner's share is known.
+    # If only a generator's GPU is unknown, the learner's share is known.
     assert "mfu" not in card_use(STEP, {"a": PEAK}, {"b": "NVIDIA GB999"})
     assert "learner_mfu" in card_use(STEP, {"a": PEAK}, {"b": "NVIDIA GB999"})
 
