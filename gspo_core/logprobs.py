@@ -107,7 +107,7 @@ class Products:
     """The matrix products of one pass, divided by the temperature.
 
     Attributes:
-        dtype: Of sums, log-probs and entropies.
+        dtype: That of sums, log-probs and entropies.
         precision: Factors are rounded to it.
         stored: The dtype that rounded factors have.
         weight_VD: The output weight as a factor.
@@ -148,7 +148,7 @@ class InputGradients:
         hidden_ND, weight_VD: The inputs; None for one without a gradient.
 
     Attributes:
-        hidden_ND: Of the states; None without.
+        hidden_ND: Gradient of the states; None without.
     """
 
     def __init__(self, products: Products, hidden_ND: Tensor | None, weight_VD: Tensor | None) -> None:
@@ -167,7 +167,7 @@ class InputGradients:
 
     @property
     def weight_VD(self) -> Tensor | None:
-        """Of the output weight, in its dtype; None without."""
+        """Gradient of the output weight, in its dtype; None without."""
         return None if self._sum_VD is None else self._sum_VD.to(self._dtype)
 
 

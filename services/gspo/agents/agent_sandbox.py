@@ -262,7 +262,7 @@ class AgentSandbox:
         return [place.resolve() for place in (*path, *self._config.reads)]
 
     def _environment(self) -> Mapping[str, str]:
-        """Of the agent: no variable of the service's, but without namespaces the one by which a run ends it."""
+        """The agent's: no variable of the service's, but without namespaces the one by which a run ends it."""
         path = f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
         supervised = {} if self._wrapped else {SUPERVISOR_VARIABLE: os.environ.get(SUPERVISOR_VARIABLE, "")}
         return ENVIRONMENT | {"PATH": path, "PYTHONUNBUFFERED": "1", "USER": "agent"} | supervised

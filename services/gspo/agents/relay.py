@@ -39,8 +39,8 @@ class Relay:
     A connection beyond `slots` is not accepted: it waits in the socket's queue, and costs this process no descriptor.
 
     Args:
-        name: Of its address, in logs.
-        slots: Of connections at a time; several relays may share them.
+        name: How logs call its address.
+        slots: Connections at a time; several relays may share them.
     """
 
     def __init__(self, listening: socket.socket, name: str, dial: Dial, slots: asyncio.Semaphore) -> None:

@@ -62,7 +62,7 @@ class AgentWorker:
 
     Args:
         agent: Plays a rollout and returns its reward, or None where reward functions score it.
-        url: Of the gateway, such as http://127.0.0.1:8082.
+        url: Address of the gateway, such as http://127.0.0.1:8082.
         token: The run's shared token; empty for a run on this machine without one.
         rollouts: Rollouts at a time.
         patience_s: Time for which the gateway may be away.

@@ -70,7 +70,7 @@ def render_chat(
 
     Args:
         messages: As `read_messages` returns them.
-        variables: Of the template, such as `tools`.
+        variables: The template's, such as `tools`.
 
     Raises:
         MessageError: The template refuses them.

@@ -24,7 +24,7 @@ def modules_beside(
     """The text of each module beside a file that the file or one of these modules imports, by its path from there.
 
     Args:
-        text: Of the file; one that cannot be parsed has no imports.
+        text: Text of the file; one that cannot be parsed has no imports.
         where: The key or file that an error names.
         is_elsewhere: Whether a module of this name comes from another place.
 

@@ -34,7 +34,7 @@ class SourceOrder:
     groups more. The arithmetic is that of whole numbers.
 
     Args:
-        weights: Of each source, positive.
+        weights: A positive number for each source.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

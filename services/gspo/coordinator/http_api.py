@@ -46,7 +46,7 @@ class RunViews:
     """The answers of the HTTP API: about the startup at first, then about the run or the evaluation.
 
     Attributes:
-        coordinator: Of a run with a learner; None before it starts, and for an evaluation alone.
+        coordinator: That of a run with a learner; None before it starts, and for an evaluation alone.
         scheduler: The evaluations; None while the process starts.
     """
 

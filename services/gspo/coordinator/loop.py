@@ -252,7 +252,7 @@ class Coordinator:
             log.info("finished", reason=finished.reason, end=word_of(RunEnd, finished.end))
 
     def curriculum(self) -> list[dict[str, str | int]]:
-        """Of each source under data.curriculum: its prompts, those with equal rewards, its passes."""
+        """Figures of each source under data.curriculum: its prompts, those with equal rewards, its passes."""
         return self._ledger.order.describe()
 
     def waits_for(self) -> tuple[str, str]:

@@ -142,7 +142,7 @@ def _waits(instance: Instance) -> bool:
 
 
 def _transfers(instances: Iterable[Instance]) -> Hashable:
-    """Of each process: what it has received and serves."""
+    """Name of each process -> what it has received and serves."""
     return tuple((each.uid, each.facts.get("num_frames"), each.facts.get("version")) for each in instances)
 
 

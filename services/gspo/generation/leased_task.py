@@ -63,8 +63,8 @@ class TaskSource:
     """One stream of tasks, and where their results go.
 
     Args:
-        finished_stream: Of the finished rollouts.
-        scored_stream: Of the failures of groups that are given up.
+        finished_stream: Stream of the finished rollouts.
+        scored_stream: Stream of the failures of groups that are given up.
         group_size: Rollouts of a task, at most.
         segment_tokens: Tokens of a rollout under one version, while other tasks wait; None for any number.
     """

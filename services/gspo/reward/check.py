@@ -174,7 +174,7 @@ async def _try_function(
     """Score made-up answers.
 
     Args:
-        name: Of the function, for messages.
+        name: The function's, for messages.
         where: Its key in the configuration.
 
     Raises:

@@ -18,7 +18,7 @@ class DataFilesRecord(BaseModel):
 
     Attributes:
         step: The last one that was logged before.
-        digests: Of every data file.
+        digests: Digest of every data file.
         changes: A sentence on each file whose content differs from the record before.
     """
 

@@ -29,7 +29,7 @@ class FunctionSource:
     Attributes:
         version: Hash of the content, as in the column parts_json.
         kind: `reward` or `environment`.
-        filename: Of the user's file, or the address of a server.
+        filename: Name of the user's file, or the address of a server.
         entry: The function that is called; empty where it is recognised by its form.
         source: Python text; empty for a server and for a reward model.
         args: Further keyword arguments of each call.

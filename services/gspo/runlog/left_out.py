@@ -17,7 +17,7 @@ class LeftOutRecord(BaseModel):
 
     Attributes:
         tokens: Column of the token ledger -> tokens of the step that it counts.
-        account: Of the token ledger, in which they go to the column `left_out`; empty before its first record since.
+        account: The token ledger's, in which they go to the column `left_out`; empty before its first record since.
     """
 
     model_config = ConfigDict(frozen=True)

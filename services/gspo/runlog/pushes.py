@@ -16,9 +16,9 @@ class PushRecord(BaseModel):
         unix_s: Time of the record.
         full, changes: Generators that got every element, and those that got changes.
         bytes: Sent to all of them.
-        longest_s: Of the longest push, from its header to the answer.
+        longest_s: Seconds of the longest push, from its header to the answer.
         failures: Failed pushes.
-        reason: Of the last failure.
+        reason: The last failure's.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -34,7 +34,7 @@ class Groups:
 
     Attributes:
         counts: All five settlements.
-        reasons: Of those that were not trained, by settlement.
+        reasons: Numbers of those that were not trained, by settlement.
         twice: Groups that ended more than once; in a sound log there are none.
         dropped_lengths: Sampled tokens of each rollout of the groups that were too old.
     """
@@ -70,15 +70,15 @@ class RunHistory:
 
     Attributes:
         problems: A sentence on each unreadable file, for the reader of the report.
-        metrics: Of the trained steps, in order.
-        evaluations: Of every held-out file, by policy version.
-        versions: Of the policy versions, in order.
+        metrics: Figures of the trained steps, in order.
+        evaluations: Figures of every held-out file, by policy version.
+        versions: Records of the policy versions, in order.
         left_out: Steps that are left out of training, in order.
         step_files: Logged steps that are still on the disk, in order.
         rollouts: By step, how many were trained and skipped.
         config: None where it cannot be read.
         ledger: The token ledger; None where the log has none.
-        pushes: Of each policy version, in order.
+        pushes: Those of each policy version, in order.
         data_files: The starts that saw other contents of the data files than the one before.
         shortages: The steps that ran out of memory, each time, in order.
     """

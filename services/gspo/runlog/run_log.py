@@ -145,7 +145,7 @@ class VersionRecord(LogLine):
     """A policy version: a line of policy.jsonl.
 
     Attributes:
-        dtype: Of the weights that the digest is of.
+        dtype: That of the digested weights.
     """
 
     version: int
@@ -290,7 +290,7 @@ def best_of(scores: Mapping[int, float]) -> tuple[int, float] | None:
     """The best version and its score; None where no version has a score.
 
     Args:
-        scores: Of each policy version. Of versions with equal scores the earliest is the best.
+        scores: Score of each policy version. With equal scores the earliest version is the best.
     """
     return max(scores.items(), key=lambda item: (item[1], -item[0]), default=None)
 

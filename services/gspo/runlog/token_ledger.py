@@ -39,7 +39,7 @@ class LedgerRecord(BaseModel):
 
     Attributes:
         step: The newest step.
-        account: Of the data of one Redis; its counts only grow, `in_flight` apart. A wipe begins another account.
+        account: That of the data of one Redis; its counts only grow, `in_flight` apart. A wipe begins another account.
         tokens: Column -> tokens of this account; columns of zeros may be missing.
     """
 
@@ -64,7 +64,7 @@ class TokenLedger:
         tokens: Every column -> its tokens.
         evaluation: Tokens sampled for evaluations, which are in no column.
         difference: Generated tokens that no column has; 0 unless something was lost or counted twice.
-        step: Of the last record.
+        step: The last record's.
     """
 
     tokens: dict[str, int]

@@ -12,12 +12,12 @@ class Task:
     """A rollout to play.
 
     Attributes:
-        id: Of the rollout.
+        id: Name of the rollout.
         prompt: The prompt as text.
         messages: The prompt as chat messages; empty where it is plain text.
         columns: The further columns of the prompt's row in the data set.
-        base_url: Of the API of OpenAI; Anthropic's client takes it without the ending /v1.
-        api_key: Of this rollout: calls with it are recorded as the rollout's.
+        base_url: Address of the API of OpenAI; Anthropic's client takes it without the ending /v1.
+        api_key: Key of this rollout: calls with it are recorded as the rollout's.
         model: Name of the policy for these calls.
         attempt: How often the rollout was handed out, from 1.
         evaluation: Label of the evaluation that it belongs to; empty in training.

@@ -79,7 +79,7 @@ class Choice:
 
     Attributes:
         config: With every key that was chosen.
-        ranks: Of the learner; `config.learner.ranks` is 0 if they are on several hosts.
+        ranks: The learner's; `config.learner.ranks` is 0 if they are on several hosts.
         on_same_gpus: Whether generators and ranks use the same GPUs, in shifts or at a time.
         rank: Memory of each rank.
         generator: Memory of a generator on each of its GPUs.

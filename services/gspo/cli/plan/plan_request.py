@@ -31,11 +31,11 @@ class PlanRequest:
 
     Attributes:
         gpus_per_host: At most; more GPUs are on several hosts.
-        host_gib: Of each host's own memory; None is assumed (host_memory.py).
+        host_gib: GiB of each host's own memory; None is assumed (host_memory.py).
         context: Tokens of the longest rollout, prompt and answer.
         teacher: Folder of a frozen model that the learner loads beside the policy; its config.json is enough.
         mean_answer, mean_prompt: Tokens; None is assumed (rollout_lengths.py).
-        results: Of `make gpu-test`, with measured rates.
+        results: File of `make gpu-test`, with measured rates.
     """
 
     model: Path

@@ -57,7 +57,7 @@ class PlannedTimes:
         make: The copy of a version to host memory, which the learner waits for at worst.
         send: The search for changes, their way to all generators, and the new policy there, while they sample.
         load: The pause of an engine.
-        sent_bytes: Of an update to all generators: (changes at the lowest share, at the highest, whole policies).
+        sent_bytes: Bytes of an update to all generators: (changes at the lowest share, at the highest, whole policies).
         fast, slow: The run at the fast and at the slow end of all rates.
     """
 

@@ -24,8 +24,8 @@ class RolloutLengths:
     """Tokens of rollouts.
 
     Attributes:
-        prompt: Of every prompt.
-        median, sigma: Of the answers before the cut; sigma is of the logarithm.
+        prompt: Tokens of every prompt.
+        median, sigma: Median and spread of the answers before the cut; sigma is of the logarithm.
         longest: The cut.
         group_size: Rollouts of one prompt.
     """
@@ -44,7 +44,7 @@ class RolloutLengths:
 
         Args:
             prompt: Tokens of a prompt; half of the longest by default.
-            mean: Of an answer's tokens before the cut; a quarter of the longest by default.
+            mean: Mean tokens of an answer before the cut; a quarter of the longest by default.
         """
         algorithm = config.algorithm
         mean = MEAN_SHARE * algorithm.response_length if mean is None else mean

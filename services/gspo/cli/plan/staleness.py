@@ -45,8 +45,8 @@ class SteadyState:
     Attributes:
         step_s: Seconds of a step.
         bound: The longest part: "training", "generation", "open groups" or "longest answers".
-        staleness_mean, staleness_p95: Of rollouts, in versions: the age of the oldest token.
-        stale_share: Of all tokens, those that `on_stale` drops or masks.
+        staleness_mean, staleness_p95: In versions, over rollouts: the age of the oldest token.
+        stale_share: The part of all tokens that `on_stale` drops or masks.
     """
 
     step_s: float

@@ -14,7 +14,7 @@ class RunError(Exception):
     """The run cannot go on; the message says why, and where to look.
 
     Args:
-        failure: Of the service that ended it, where its log has one.
+        failure: That of the service that ended it, where its log has one.
     """
 
     exit_code = EXIT_FAILED

@@ -29,8 +29,8 @@ class LongestRollout:
     """Tokens of prompt and answer together.
 
     Attributes:
-        configured: Of all branches of a rollout, at most.
-        branch: Of one branch, algorithm.prompt_length + response_length: what a generator reads at once.
+        configured: The most of all branches of a rollout.
+        branch: The most of one branch, algorithm.prompt_length + response_length: what a generator reads at once.
         servable: As many as the KV cache of the smallest generator holds; None if it is not known.
         trainable: As many as fit on the fullest GPU of the learner; None if it is not known.
     """

@@ -128,7 +128,7 @@ def rank_of(config: Config, model: PlannedModel, *, on_gpu: bool) -> RankMemory:
 
 
 def free_for_ranks(config: Config, placement: Placement) -> tuple[float, float] | None:
-    """Of the fullest of the learner's GPUs: bytes that the tensors of a rank may take, and bytes in reserve.
+    """(bytes that the tensors of a rank may take, bytes in reserve) of the fullest of the learner's GPUs.
 
     Returns:
         None if a size is not known, or if no rank is placed.

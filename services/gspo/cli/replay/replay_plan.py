@@ -38,14 +38,14 @@ class ReplayPlan:
     """The work of a replay.
 
     Attributes:
-        run_dir: Of the recorded run.
+        run_dir: Directory of the recorded run.
         recorded: Its configuration.
         changed: The keys of --with, and the configuration with them.
         first, last: The steps that were asked for.
         start: The version that it starts from: of a checkpoint, or 0 for the model.
         steps: The recorded figures of each step.
         versions: The recorded policy versions.
-        seconds: Of all its steps as recorded; None where the record has none.
+        seconds: Time of all its steps as recorded; None where the record has none.
         rounding: Why digests cannot be expected to be equal; empty where they can.
         notes: Sentences for the user.
     """

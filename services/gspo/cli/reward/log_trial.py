@@ -58,7 +58,7 @@ def try_on_log(run_dir: Path, candidate: str, name: str, steps: int, most: int) 
 
     Args:
         candidate: A Python file, or the beginning of a version in the log.
-        name: Of the function whose scores the new ones replace; empty for the only one.
+        name: The function whose scores the new ones replace; empty for the only one.
         steps: The number of last steps.
         most: Rollouts, cut to whole groups.
 
@@ -132,7 +132,7 @@ def compared(rows: Sequence[dict[str, Any]], scores: Sequence[dict[str, Any]], n
     """The old and the new scores of rollouts.
 
     Args:
-        rows: Of the log: `step`, `group`, `number`, `reward` and `parts_json`.
+        rows: Rows of the log: `step`, `group`, `number`, `reward` and `parts_json`.
         scores: `reward` and `failure` of each by the tried version.
         name: The function whose scores are replaced.
     """

@@ -61,7 +61,7 @@ class RunStart:
         clear: Whether the directory holds files of an earlier start that trained nothing.
         finished: Why the run completed, if no changed key lets it continue; else empty.
         leave_out: A step that failed, and is left out.
-        digests: Of the data files, by keys and paths; None where a start has no record of them.
+        digests: Digests of the data files, by keys and paths; None where a start has no record of them.
         data_changes: The accepted changes of their contents, a sentence each.
         from_device: The values of a new run that follow from the device, in one line; empty if there are none.
     """

@@ -41,7 +41,7 @@ class RowTally:
 
 @dataclass
 class ColumnFacts:
-    """Of one column.
+    """The survey of one column.
 
     Attributes:
         kinds: Kind of value -> the rows that have it; null is "no value".

@@ -15,8 +15,8 @@ class GpuKind:
         name: As nvidia-smi prints it.
         flops: bfloat16 products, flop/s, dense, float32 accumulation.
         memory_bytes: As nvidia-smi reports it, about.
-        memory_bytes_s: Of its own memory.
-        source: Of these figures.
+        memory_bytes_s: Rate of its own memory.
+        source: Where these figures come from.
     """
 
     name: str

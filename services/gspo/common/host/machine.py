@@ -56,7 +56,7 @@ class Gpu:
         name: As CUDA_VISIBLE_DEVICES takes it: an index, a UUID, the name of a MIG slice.
         uuid: Empty where it is not known.
         total_bytes: Its memory, about for a MIG slice; None where it is not known.
-        used_bytes: Of its memory, by any process.
+        used_bytes: Memory in use, by any process.
         product: The kind of GPU, such as "NVIDIA H100 80GB HBM3"; of a MIG slice also its profile. Empty where it is
             not known.
     """

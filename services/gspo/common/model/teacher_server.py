@@ -42,7 +42,7 @@ def check_teacher_server(config: Config, policy: Path, rows: int | None) -> None
 
     Args:
         policy: The folder of the policy, whose tokens the teacher must read alike.
-        rows: Of the policy's vocabulary, where they are known.
+        rows: Rows of the policy's vocabulary, where they are known.
 
     Raises:
         InputError: It does not answer, serves another model, reads too few tokens, or has another tokenizer.

@@ -38,7 +38,7 @@ class ConnectionCounts:
     """The connections of one server.
 
     Args:
-        most: Of all addresses together; fewer where the process may not have as many descriptors. One address may
+        most: The number of all addresses; fewer where the process may not have as many descriptors. One address may
             have half, so that Prometheus or kubelet come through.
     """
 

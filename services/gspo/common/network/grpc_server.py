@@ -161,7 +161,7 @@ def check_fields(descriptor: Any, data: bytes) -> None:
     costs a hundred when it is decoded, and decoding cannot be interrupted.
 
     Args:
-        descriptor: Of the message.
+        descriptor: The message's.
 
     Raises:
         TooManyFieldsError: It has more.

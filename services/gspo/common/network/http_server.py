@@ -128,7 +128,7 @@ class BoundedBodies:
     """Reads each body before the app sees the request. Refuses one that is too large, and too many at a time.
 
     Args:
-        max_bytes: Of one body.
+        max_bytes: The most bytes of a body.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:

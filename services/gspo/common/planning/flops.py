@@ -20,8 +20,8 @@ class ModelFlops:
     """The matrices of one model that its operations follow from, in elements.
 
     Attributes:
-        body: Of the layers' matrices that multiply one token; of a mixture those of the token's own experts.
-        head: Of the output layer.
+        body: Elements of the layers' matrices that multiply one token; for a mixture those of the token's own experts.
+        head: Elements of the output layer.
         attention: Window of layers, in tokens, or UNLIMITED -> heads * (width of a key + width of a value) / 2, summed
             over these layers.
         trained_body, trained_head: The part of `body` and `head` that is trained: under LoRA the adapters alone.
@@ -57,13 +57,13 @@ class ModelFlops:
 
         Args:
             prompt_length: Tokens of the prompt.
-            lengths_and_sampled: Of each rollout, the tokens that the layers read, prompt included, and those sampled.
+            lengths_and_sampled: For each rollout, the tokens that the layers read, prompt included, and those sampled.
         """
         prompt = self.forward(prompt_length, 0)
         return prompt + sum(self.forward(length, sampled) - prompt for length, sampled in lengths_and_sampled)
 
     def _attention(self, length: int) -> float:
-        """Of one forward pass: the products of queries with keys, and of scores with values."""
+        """Operations of one forward pass: the products of queries with keys, and of scores with values."""
         return 4 * sum(width * causal_pairs(length, window) for window, width in self.attention.items())
 
 

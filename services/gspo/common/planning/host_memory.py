@@ -34,7 +34,7 @@ class HostMemory:
 
     @property
     def total(self) -> float:
-        """Of all parts."""
+        """Bytes of all parts."""
         return self.ranks + self.published + self.staged + self.processes
 
 

@@ -61,8 +61,8 @@ def servable_bound(
     """The capacity of a generator's KV cache: vLLM does not start with a cache smaller than its longest sequence.
 
     Args:
-        share: Of each GPU, for vLLM.
-        num_cards: Of one generator.
+        share: Share of each GPU, for vLLM.
+        num_cards: GPUs of one generator.
     """
     memory = generator_memory(config, profile, card_bytes, share=share, tensor_parallel=num_cards)
     most = (memory.kv_cache + memory.working) / kv_bytes(config, profile, num_cards)
@@ -81,8 +81,8 @@ def trainable_bound(
     """The capacity of a rank: a micro-batch of this rollout alone fits on its GPU.
 
     Args:
-        free_bytes: Of the GPU, for the tensors of the rank.
-        reserve_bytes: Of the GPU, that the plan leaves free beside them.
+        free_bytes: Bytes of the GPU for the tensors of the rank.
+        reserve_bytes: Bytes of the GPU that the plan leaves free beside them.
     """
 
     def most_within(num_bytes: float) -> int:

@@ -106,7 +106,7 @@ def rank_memory(
     Under LoRA only adapters have gradients and moments, and the base is its own reference.
 
     Args:
-        profile: Of the model; without it activations and output layer are not counted.
+        profile: The model's; without it activations and output layer are not counted.
         on_gpu: On a CPU a buffer takes only the pages that are used.
     """
     learner, stage = config.learner, config.learner.zero_stage
@@ -256,8 +256,8 @@ def learner_host_bytes(config: Config, size: TrainedSize, ranks: int, ranks_here
     """Bytes of the first rank's machine for training, without activations and without the policies for pushes.
 
     Args:
-        ranks: Of the whole learner.
-        ranks_here: Of them on this machine.
+        ranks: Those of the whole learner.
+        ranks_here: Those on this machine.
     """
     a_rank = host_bytes(config, rank_memory(config, size, ranks, on_gpu=on_gpu), on_gpu=on_gpu)
     snapshot_here = ranks_here / ranks if config.learner.zero_stage >= _DIVIDED_WEIGHTS else 1
@@ -268,8 +268,8 @@ def checkpoint_bytes(config: Config, size: TrainedSize, ranks: int, ranks_here: 
     """Bytes of the copies that ranks make for a checkpoint: weights and two moments, each share once.
 
     Args:
-        ranks: Of the whole learner.
-        ranks_here: Of them on the first rank's machine. Without ZeRO the first rank alone copies.
+        ranks: Those of the whole learner.
+        ranks_here: Those on the first rank's machine. Without ZeRO the first rank alone copies.
     """
     return FLOAT32_BYTES * 3 * size.num_trained * (ranks_here / ranks if config.learner.zero_stage else 1)
 

@@ -34,7 +34,7 @@ class ModelProfile:
         num_parameters: All parameters, tied ones once.
         num_rounded: Parameters of linear layers and experts, which products in bfloat16 round.
         largest_weight: The parameters of the largest tensor, such as a vocabulary or all experts of a layer.
-        flops: Of the whole model, all of it trained.
+        flops: Operations of the whole model, all of it trained.
         vocabulary, width: Rows and columns of the output layer.
         num_kv: Keys and values that one token leaves in the cache, over all layers.
         num_heads, num_kv_heads: Heads of queries, and of keys and values (1 under multi-head latent attention).
@@ -43,7 +43,7 @@ class ModelProfile:
         saved_bytes: Bytes that the forward pass saves for the backward pass, without gradient checkpointing and
             without the output layer: dtype of the products -> (of each micro-batch, of each token).
         shares_lines: Whether ranks can share packed lines.
-        teacher: Of the frozen model that the learner loads beside this one (teacher.path).
+        teacher: Profile of the frozen model that the learner loads beside this one (teacher.path).
     """
 
     model_type: str

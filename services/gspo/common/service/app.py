@@ -43,7 +43,7 @@ class Service:
     """A running service process: its connections, its activity, its readiness.
 
     Attributes:
-        uid: Of this process in its run; a successor has another.
+        uid: Identity of this process in its run; a successor has another.
         stopping: Set when the process has been asked to drain.
         run_ended: Set when the events say that the run has ended; of services that end with it.
         problems: Why it is not ready, by cause; ready where empty.

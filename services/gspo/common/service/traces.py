@@ -30,7 +30,7 @@ class Traces:
         on: Whether spans are exported; else values for spans alone need not be computed.
 
     Args:
-        endpoint: Of a collector, as http://host:4317; the standard variable where it is None.
+        endpoint: Address of a collector, as http://host:4317; the standard variable where it is None.
 
     Raises:
         InputError: OTEL_TRACES_SAMPLER_ARG is not a number from 0 to 1.

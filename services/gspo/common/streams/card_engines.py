@@ -31,7 +31,7 @@ class CardEngine:
     """The engine of one generator.
 
     Attributes:
-        name: Of the generator.
+        name: The generator's.
         host: Where it runs.
         is_supervised: Whether a supervisor removes the record after the end of the process.
     """

@@ -32,7 +32,7 @@ class Shift:
     """A shift.
 
     Attributes:
-        purpose: Of the learner's shift, such as "step 5".
+        purpose: Why the learner has its shift, such as "step 5".
     """
 
     epoch: int

@@ -123,7 +123,7 @@ class EndedTokens:
     Attributes:
         key: The rollout's.
         column: Where its tokens go.
-        masked_column: Of those of a trained rollout that are not in the loss.
+        masked_column: Column of a trained rollout's tokens that are not in the loss.
         if_recorded: Count it only while Redis has the generator's report: a second entry of a rollout may be its dead
             letter, which a user put back.
     """

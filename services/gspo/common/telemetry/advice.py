@@ -43,7 +43,7 @@ class Verdict:
     Attributes:
         steps: Number of steps looked at, up to the newest.
         seconds: Mean time of one of them.
-        shares: Of that time by cause, the largest first.
+        shares: Parts of that time by cause, the largest first.
         stage: generation, reward, training, push, evaluation, checkpoint, log, issue or intake.
         because: The numbers behind it, in a sentence.
         change: Changes that would help, the most promising first; empty while the rewards teach nothing.

@@ -43,7 +43,7 @@ def card_use(
     """Figures of the GPUs' use in a step; those that need an unknown peak, or flops that were not counted, are absent.
 
     Args:
-        figures: Of the step; `train_flops` and `generation_flops` if the trainer counts them.
+        figures: The step's; `train_flops` and `generation_flops` if the trainer counts them.
         learner: GpuKind of each rank -> its peak in flop/s, or None where it is unknown.
         generators: GpuKind of a generator -> its kind. Generators on CPUs have none: they share the learner's cores.
     """

@@ -25,7 +25,7 @@ class HeldOutAnswer:
         reward: None where it has no score.
         num_tokens: What the policy sampled; 0 where the answer never came.
         parts: Values of the reward functions by name, where there are several.
-        num_turns, num_tool_calls: Of a conversation; 0 turns where it is one answer.
+        num_turns, num_tool_calls: Counts of a conversation; 0 turns for a single answer.
     """
 
     reward: float | None

@@ -124,7 +124,7 @@ class Curriculum:
         self._drawn_places.append(self._visits[source].draw())
 
     def describe(self) -> list[dict[str, str | int]]:
-        """Of each source: its name, its prompts, those whose last known group had equal rewards, its passes."""
+        """Figures of each source: its name, its prompts, those whose last known group had equal rewards, its passes."""
         return [
             {"source": source.name, "prompts": length, "equal": visits.num_equal, "passes": visits.walked // length}
             for source, length, visits in zip(self._config.sources, self._lengths, self._visits, strict=True)

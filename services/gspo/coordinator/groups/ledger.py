@@ -298,7 +298,7 @@ class _GroupSpans:
     Only the coordinator sees both ends. Empty where traces are off.
 
     Args:
-        numbers: Of the rollouts of a group.
+        numbers: Places of rollouts in their group.
     """
 
     def __init__(self, traces: Traces, numbers: range) -> None:

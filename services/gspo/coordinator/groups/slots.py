@@ -19,7 +19,7 @@ class OpenGroup:
     """One value of the `open` hash: a group that is issued and not settled.
 
     Attributes:
-        min_version: Of the first issue: answers of an earlier attempt count, so no token can be older.
+        min_version: Version of the first issue: answers of an earlier attempt count, so no token can be older.
         progress: Tokens that its rollouts had when its deadline was last checked.
     """
 

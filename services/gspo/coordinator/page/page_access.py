@@ -39,7 +39,7 @@ class Secrets:
     """Random values that expire; only their digests are kept.
 
     Args:
-        lifetime_s: Of each.
+        lifetime_s: Seconds that each is valid.
         max_count: The oldest goes when there are more.
     """
 

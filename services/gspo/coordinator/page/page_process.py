@@ -63,7 +63,7 @@ class PageProcess:
     """Starts the process when it is asked for, again after a crash.
 
     Args:
-        run_dir: Of the run.
+        run_dir: Directory of the run.
     """
 
     def __init__(self, run_dir: Path) -> None:

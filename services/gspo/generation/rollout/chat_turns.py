@@ -37,7 +37,7 @@ class ChatTurns:
 
     Args:
         tools: Descriptions that the template puts into every prompt.
-        variables: Of the template, which the prompt has beside them.
+        variables: The template's, which the prompt has beside them.
     """
 
     def __init__(

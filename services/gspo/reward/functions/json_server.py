@@ -38,7 +38,7 @@ class JsonServer:
 
     Attributes:
         max_attempts: Tries of one post; None: as many as the time allows.
-        max_reply_bytes: Of one answer.
+        max_reply_bytes: The most bytes of an answer.
     """
 
     max_attempts: int | None = 6

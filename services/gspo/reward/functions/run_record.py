@@ -26,7 +26,7 @@ class RunRecord:
     """Writes one process's part of the record.
 
     Args:
-        log_folder: Of the run directory.
+        log_folder: Folder of the log in the run directory.
         usage: The counter of this process.
         process: Id of this process among all of the run.
     """

@@ -231,7 +231,7 @@ def rest_app(api: RewardApi, callers: Callers, calls_per_minute: int) -> ASGIApp
     """The app behind its access control, which asks for a token before a body is read.
 
     Args:
-        calls_per_minute: Of each kind that changes something, by each caller.
+        calls_per_minute: Limit of each kind that changes something, by each caller.
     """
     app = FastAPIOffline(title="gspo reward", version=version("gspo"), description=_DESCRIPTION)
     describe = app.openapi

@@ -60,7 +60,7 @@ def new_namespaces(uid: int, *capabilities: str) -> list[str]:
     privileges a program with capabilities enters one too, and bubblewrap does that for another program.
 
     Args:
-        uid: Of `new_uid`.
+        uid: User of `new_uid`.
         capabilities: Further ones, within the new namespaces.
     """
     words = ["bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
@@ -82,7 +82,7 @@ async def start_process(*command: str, **keys: Any) -> asyncio.subprocess.Proces
     asyncio would kill the first process alone. Another one of bubblewrap's waits for that, and would stay.
 
     Args:
-        keys: Of asyncio.create_subprocess_exec.
+        keys: Arguments of asyncio.create_subprocess_exec.
 
     Raises:
         OSError: It does not start.
