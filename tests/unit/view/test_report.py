@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import yaml
 from gspo.common.config.engines import LoraConfig
 from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, read_config, write_config
 from gspo.common.config.schema import Config
-from gspo.learner.assembly.rows import Row
+from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
 from gspo.runlog.run_history import RunHistory
@@ -33,6 +34,7 @@ from gspo.view.picture.tables import read_samples
 from gspo_proto.rollout_pb2 import EvaluationDone
 from tests.support.monitoring.drawn_curves import drawn_curves
 from tests.support.monitoring.recorded_shortage import SENTENCE, record_shortage
+from tests.unit.learner.conftest import _scored
 
 NUM_STEPS, GROUPS_A_STEP, ROLLOUTS_A_GROUP = 20, 4, 2
 SCRIPT = "<script>alert('x')</script> & \x00 {{ 7 * 7 }}"
@@ -40,39 +42,9 @@ SCRIPT = "<script>alert('x')</script> & \x00 {{ 7 * 7 }}"
 
 def row(step: int, group: int, number: int, **changes: Any) -> Row:
     """A rollout of three tokens that was trained on; the second of a group has reward 1."""
-    fields: dict[str, Any] = {
-        "step": step,
-        "group": group,
-        "number": number,
-        "attempt": 1,
-        "prompt": f"What is {group} + 1?",
-        "prompt_token_ids": np.array([5, 6], np.int32),
-        "messages_json": "",
-        "columns_json": "{}",
-        "token_ids": np.array([7, 8, 9], np.int32),
-        "logp": np.array([-0.5, -0.5, -0.5], np.float32),
-        "version": np.array([max(0, step - 2), step - 1, step - 1], np.int32),
-        "mask": np.array([True, True, True]),
-        "text": f"It is {group + number}.",
-        "outcome": "eos",
-        "stop": "",
-        "reward": float(number),
-        "failure": None,
-        "parts_json": "[]",
-        "reward_version": "abc",
-        "advantage": number - 0.5,
-        "skipped": None,
-        "mini_batch": 0,
-        "num_rollouts": ROLLOUTS_A_GROUP,
-        "temperature": 1.0,
-        "generator": "generation-0",
-        "scorer": "reward-0",
-        "issued_unix_s": 1.0,
-        "started_unix_s": 2.0,
-        "finished_unix_s": 3.0,
-        "scored_unix_s": 4.0,
-    }
-    return Row(**{**fields, **changes})
+    scored = _scored(group, number, version=(max(0, step - 2), step - 1, step - 1), reward=float(number))
+    of_log = {"step": step, "prompt": f"What is {group} + 1?", "text": f"It is {group + number}.", "parts_json": "[]"}
+    return replace(row_from_scored(scored), **{**of_log, "advantage": number - 0.5, "mini_batch": 0, **changes})
 
 
 def step_rows(step: int) -> list[Row]:
@@ -251,6 +223,8 @@ def test_the_page_shows_the_headline_and_stands_alone(ended: Path) -> None:
     assert {name.partition("-")[0] for name in drawn_curves(text)} == {plot.name for plot in PLOTS} - others
     assert "reward raised &lt;b&gt;KeyError&lt;/b&gt; (1)" in text
     assert "all weights" in text
+    assert " ".join(["<th", 'scope="row">trained</th><td>80</td><td>89', "%</td>"]) in text
+    assert "Copyright (c) 2022 Leon Sorokin" in text
 
 
 def test_the_page_loads_nothing_and_runs_its_own_scripts_alone(ended: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.cli.monitor.drawing import process_cells
-from gspo.cli.monitor.status import StatusPage, curriculum_lines, draft_lines, shift_lines
+from gspo.cli.monitor.status import StatusPage, instance_lines
 from gspo.cli.monitor.view import ServiceProcess
 from gspo.cli.monitor.watcher import disk_full_message, generator_problems
 from gspo.cli.rundir.start import SERVICES_DIR, supervisor_facts
@@ -36,10 +36,8 @@ def service_states(run_dir: Path, config: Config | None) -> ServiceStates:
     """
     instances, problem = _heartbeats(run_dir, config)
     if instances:
-        lines = [
-            *generator_problems(instances), *shift_lines(instances), *draft_lines(instances),
-            *curriculum_lines(instances), *filter(None, [disk_full_message(run_dir)]),
-        ]  # fmt: skip
+        lines = [*generator_problems(instances), *instance_lines(instances)]
+        lines += filter(None, [disk_full_message(run_dir)])
         source = "From their heartbeats when this page was loaded, as in gspo status."
         return ServiceStates(source, [_by_heartbeat(instance) for instance in instances], lines)
     why = f"The run's Redis cannot be asked: {problem}." if problem else "No service of the run has a heartbeat."

@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +110,7 @@ class StatusPage:
             return Group(*parts, Text(describe_end(self._run_dir, view.step)))
         if message := disk_full_message(self._run_dir):
             parts.append(Text(message, "yellow"))
-        return Group(
-            *parts,
-            "",
-            *instance_parts(instances, usage),
-            *shift_lines(instances),
-            *draft_lines(instances),
-            *curriculum_lines(instances),
-        )
+        return Group(*parts, "", *instance_parts(instances, usage), *instance_lines(instances))
 
     def _history(self) -> View:
         """The view of the current log, under the current configuration: a resume may have changed it."""
@@ -145,13 +138,18 @@ def describe_end(run_dir: Path, step: int) -> str:
     return f"{ended}\nTo train on, change the key that ended it: gspo run CONFIG.yaml --resume"
 
 
-def shift_lines(instances: Iterable[Instance]) -> list[str]:
+def instance_lines(instances: Sequence[Instance]) -> list[str]:
+    """Further facts of the heartbeats: shared cards, drafts, and the curriculum."""
+    return [*_shift_lines(instances), *_draft_lines(instances), *curriculum_lines(instances)]
+
+
+def _shift_lines(instances: Iterable[Instance]) -> list[str]:
     """The present user of shared cards, and since when; nothing where no cards are shared."""
     shifts = [shift for instance in instances if (shift := instance.facts.get("shift"))]
     return [f"{_card_users(shift)}, for {time.time() - shift['since_unix_s']:.0f} s" for shift in shifts]
 
 
-def draft_lines(instances: Iterable[Instance]) -> list[str]:
+def _draft_lines(instances: Iterable[Instance]) -> list[str]:
     """The share of draft tokens that was accepted by each generator since its start; nothing without drafts."""
     proposed = {i.name: drafts for i in instances if (drafts := i.facts.get("drafts")) and drafts["proposed"]}
     return [

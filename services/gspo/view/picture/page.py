@@ -24,6 +24,7 @@ from gspo.view.picture.curves import Curve
 from gspo.view.picture.plots import curves_of
 from gspo.view.picture.replay_results import ReplayResult
 from gspo.view.picture.summary import summarise
+from gspo.view.picture.tables import stale_by_length
 from gspo.view.picture.viewed_run import run_facts
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -63,6 +64,7 @@ class Templates:
         self._environment.globals.update(
             run_name=run_name, num_runs=num_runs, is_file=is_file, legends=LEGENDS, max_chars=MAX_CHARS,
             max_tokens=MAX_TOKENS, style=self._style, script=self._script, policy=_policy,
+            license=_file("uplot/LICENSE"),
         )  # fmt: skip
 
     def text(self, template: str, **values: Any) -> str:
@@ -97,7 +99,8 @@ def page_file(template: str, run_name: str, curves: Sequence[Curve], **values: A
 
 def report_file(history: RunHistory, summary: dict[str, Any]) -> bytes:
     """The report of a run: its page as one file."""
-    return page_file("run.html", summary["run"], curves_of(history), **run_facts(history, summary))
+    lost = stale_by_length(history)
+    return page_file("run.html", summary["run"], curves_of(history), lost=lost, **run_facts(history, summary))
 
 
 def replay_file(name: str, run_name: str, result: dict[str, Any]) -> bytes:

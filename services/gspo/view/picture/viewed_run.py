@@ -17,7 +17,7 @@ from gspo.runlog.run_log import SUMMARY_NAME, RunLog
 from gspo.view.picture.curves import Curve
 from gspo.view.picture.plots import curves_of
 from gspo.view.picture.summary import advised, difference, end_in_words, notes, summarise
-from gspo.view.picture.tables import config_keys, endings, evaluation_table, read_samples, stale_by_length, what_ran
+from gspo.view.picture.tables import config_keys, endings, evaluation_table, read_samples, what_ran
 
 # Versions in the table of pushes, the newest first.
 _PUSHES_SHOWN = 10
@@ -96,7 +96,7 @@ class ViewedRun:
 
 
 def run_facts(history: RunHistory, summary: dict[str, Any]) -> dict[str, Any]:
-    """The values of the template run.html, without the states of services."""
+    """The values of the template run.html, without services, and without `lost`, which reads all steps."""
     config, run_dir, phases = history.config, history.run_dir.resolve(), summary["wall_s"] or {}
     best = history.best[0] if history.best else None
     lines = [line(history.figures, config) for line in (clip_causes_line, mismatch_line)] if config else []
@@ -116,7 +116,6 @@ def run_facts(history: RunHistory, summary: dict[str, Any]) -> dict[str, Any]:
         "num_failed_pushes": sum(record.failures for record in history.pushes),
         "services": None,
         "endings": endings(history),
-        "lost": stale_by_length(history),
         "ran": what_ran(config) if config else {},
         "keys": {key: value for key, value in config_keys(config).items() if key.startswith(_SECTIONS)},
         "samples": read_samples(history),
