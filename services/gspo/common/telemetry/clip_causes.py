@@ -1,6 +1,6 @@
 """Why sequences are outside the clip, in words and numbers for people: engines' noise, lag, movement.
 
-The learner splits the share of each step (services/gspo/learner/training/step_metrics.py). Here are means over steps.
+The learner splits the share of each step (services/gspo/learner/objective/figures.py). Here are means over steps.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.learner.model.batch import MicroBatch, StepBatch
-from gspo_core.figures import mismatch_stats, noise_stats
+from gspo.learner.objective.figures import compared_stats
 from gspo_core.staleness import drop_old_tokens
 from gspo_core.stats import Stats
 
@@ -27,36 +27,6 @@ _NUM_PROBED_ROLLOUTS = 16
 def fresh_tokens(step: int, batch: StepBatch) -> Tensor:
     """The counted tokens that the version before this step sampled. Bool [B, T]."""
     return drop_old_tokens(batch.version_BT, batch.mask_BT, step - 1, 0)
-
-
-def compared_stats(
-    algorithm: AlgorithmConfig,
-    logp_BT: Tensor,
-    behavior_BT: Tensor,
-    mask_BT: Tensor,
-    counted_BT: Tensor,
-    branch_BT: Tensor | None,
-) -> Stats:
-    """The mismatch of the tokens in a mask, and where a clip compares ratios, what it puts outside. All [B, T].
-
-    Args:
-        counted_BT: All tokens of the sequences.
-    """
-    stats = mismatch_stats(logp_BT, behavior_BT, mask_BT, branch_BT)
-    if not algorithm.clips_ratio:
-        return stats
-    low, high = algorithm.clip
-    return stats | noise_stats(
-        logp_BT,
-        behavior_BT,
-        mask_BT,
-        counted_BT,
-        importance_sampling=algorithm.importance_sampling,
-        pg_clip_low=low,
-        pg_clip_high=high,
-        pg_clip_reference_length=algorithm.pg_clip_reference_length,
-        branch_BT=branch_BT,
-    )
 
 
 def mismatch_of_step(algorithm: AlgorithmConfig, logp_BT: Tensor, batch: StepBatch, mask_BT: Tensor) -> Stats:

@@ -23,6 +23,13 @@ from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import MicroBatch, StepBatch, positions_of, rank_micro_batches
 from gspo.learner.model.flop_counts import count_flops
 from gspo.learner.model.routing_replay import RoutingReplay
+from gspo.learner.objective.figures import (
+    at_start,
+    clip_metrics,
+    correction_metrics,
+    mismatch_metrics,
+    objective_metrics,
+)
 from gspo.learner.objective.own_loss import OwnLoss
 from gspo.learner.objective.step_loss import StepTargets, has_gradient, micro_batch_loss, step_targets
 from gspo.learner.objective.teacher_kl import TeacherKl
@@ -36,15 +43,7 @@ from gspo.learner.training.mismatch_probe import (
 )
 from gspo.learner.training.policy_engine import PolicyEngine
 from gspo.learner.training.step_flops import step_flops
-from gspo.learner.training.step_metrics import (
-    at_start,
-    batch_metrics,
-    clip_metrics,
-    correction_metrics,
-    mismatch_metrics,
-    objective_metrics,
-    row_metrics,
-)
+from gspo.learner.training.step_metrics import batch_metrics, row_metrics
 from gspo.learner.training.token_recorder import TokenRecorder
 from gspo.learner.training.trainer_api import (
     Hyperparameters,

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.learner.training.mismatch_probe import compared_stats
-from gspo.learner.training.step_metrics import at_start, clip_metrics, mismatch_metrics
+from gspo.learner.objective.figures import at_start, clip_metrics, compared_stats, mismatch_metrics
 from gspo.learner.training.trainer import Trainer
 from gspo_core.stats import Stats, merge
 from tests.support.tiny_model import make_tiny_model

@@ -12,8 +12,8 @@ import torch
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.telemetry.source_figures import figures_of, named_sources
-from gspo.learner.training.mismatch_probe import compared_stats
-from gspo.learner.training.step_metrics import mismatch_metrics, objective_metrics, row_metrics
+from gspo.learner.objective.figures import compared_stats, mismatch_metrics, objective_metrics
+from gspo.learner.training.step_metrics import row_metrics
 from gspo_core.loss import policy_loss
 from gspo_core.stats import mean_stats
 from tests.support.tiny_model import make_tiny_model
