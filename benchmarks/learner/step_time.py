@@ -75,7 +75,7 @@ def train(config: str, log: str, rounds: int) -> dict[str, Any]:
         began = time.monotonic()
         tokens = trainer.train(_STEP, rows, (), hyperparameters).metrics["tokens"]
         trained = time.monotonic()
-        trainer.policy()
+        trainer.engine.policy()
         results.append({"seconds": trained - began, "policy_s": time.monotonic() - trained, "tokens": tokens})
     return {"start_s": start_s, "rounds": results}
 

@@ -33,10 +33,10 @@ def learner_experts(run_dir: str, step: int, before: str, after: str) -> dict[st
     config = config.with_keys(generation={"dtype": "float32"})
     rows = StepLog(run / "log").read(step)
     trainer = Trainer(config, model_folder(config.model))
-    trainer.load(run / "checkpoints" / f"step-{step - 1:06d}")
-    trainer.export(Path(before))
+    trainer.engine.load(run / "checkpoints" / f"step-{step - 1:06d}")
+    trainer.engine.export(Path(before))
     trainer.train(step, rows, (), configured_hyperparameters(config, step))
-    trainer.export(Path(after))
+    trainer.engine.export(Path(after))
     inputs = [[*row.prompt_token_ids.tolist(), *row.token_ids[:-1].tolist()] for row in rows]
     starts = [len(row.prompt_token_ids) - 1 for row in rows]
     experts = {name: _experts(folder, inputs, starts) for name, folder in (("before", before), ("after", after))}

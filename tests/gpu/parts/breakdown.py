@@ -69,7 +69,7 @@ def run(case: PartRun) -> None:
 @contextmanager
 def _named_modules(trainer: Trainer) -> Iterator[None]:
     """Ranges around what the model's modules do, while the block runs."""
-    policy: PolicyModel = trainer._model
+    policy: PolicyModel = trainer.engine.model
     handles, forward = [], policy._logprobs
 
     def head(*args: Any) -> Any:

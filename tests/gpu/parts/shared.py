@@ -88,27 +88,27 @@ def _train_in_its_shift(case: PartRun, answered: list[Completion]) -> Trainer:
     """A step with the GPU's memory, whose states then leave it."""
     trainer = Trainer(learner_config(case, case.model, "bfloat16", learning_rate=1e-5), case.model)
     train(trainer, 1, rows_of(prompts_of(case)[: len(answered)], answered))
-    policy = trainer.policy()
+    policy = trainer.engine.policy()
     if case.on_gpu:
         case.note(states_gib=torch.cuda.memory_allocated() / GIB)
     began = time.monotonic()
-    trainer.move_to_host()
+    trainer.engine.move_to_host()
     case.note(to_host_s=time.monotonic() - began)
     left_gib = torch.cuda.memory_allocated() / GIB if case.on_gpu else 0.0
     case.judge("GiB of the learner that stay", left_gib, at_most=_MOST_LEFT_GIB)
-    trainer.move_to_device()
-    again = trainer.policy()
+    trainer.engine.move_to_device()
+    again = trainer.engine.policy()
     case.require(all(torch.equal(policy[name], again[name]) for name in policy), "the weights came back changed")
-    trainer.move_to_host()
+    trainer.engine.move_to_host()
     return trainer
 
 
 def _train_again(case: PartRun, trainer: Trainer, answered: list[Completion]) -> None:
     """The second shift: the states come back to the GPU, and train on."""
     began = time.monotonic()
-    trainer.move_to_device()
+    trainer.engine.move_to_device()
     case.note(to_device_s=time.monotonic() - began)
     rows = with_version(rows_of(prompts_of(case)[: len(answered)], answered), 1)
     figures = train(trainer, 2, rows).metrics
     case.require(math.isfinite(figures["loss"]), f"the step after the move: {figures}")
-    trainer.move_to_host()
+    trainer.engine.move_to_host()

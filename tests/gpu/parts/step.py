@@ -126,7 +126,7 @@ def planned(case: PartRun, training: TrainingCase, model: Path) -> tuple[Any, Ra
 
 def judge_speed(case: PartRun, training: TrainingCase, trainer: Trainer, flops_per_s: float) -> None:
     """MFU, by the GPU's data sheet or a CPU's matrix product; none for an unknown GPU."""
-    (peak,) = trainer.cards.values()
+    (peak,) = trainer.engine.cards.values()
     if peak is None:
         return
     case.note(mfu=flops_per_s / peak)
@@ -141,7 +141,7 @@ def judge_speed(case: PartRun, training: TrainingCase, trainer: Trainer, flops_p
 def _copy_policy(case: PartRun, trainer: Trainer) -> PolicyWeights:
     """The policy as the publisher takes it; the memory of its copy is kept for the next one."""
     began = time.monotonic()
-    tensors = trainer.policy(is_reused=True)
+    tensors = trainer.engine.policy(is_reused=True)
     copied_s = time.monotonic() - began
     began = time.monotonic()
     policy = weights_from(0, tensors)

@@ -57,7 +57,7 @@ def replay_case(model: Path, learner: dict[str, Any]) -> tuple[dict[str, Any], d
     """A step of four mini-batches with the experts of its first weights, while the routers move; figures, policy."""
     keys = {"pg_clip": 0.05, "old_logprobs": "recompute", "routing_replay": "learner"}
     trainer = Trainer(make_config(model, algorithm=keys, learner={"learning_rate": 1e-2, **learner}), model)
-    return train(trainer, 1, make_rows(model)).metrics, trainer.policy()
+    return train(trainer, 1, make_rows(model)).metrics, trainer.engine.policy()
 
 
 def make_models(folder: Path) -> None:
@@ -134,7 +134,7 @@ def main() -> None:
     results["kept_bytes"] = {size: kept_bytes(policy, ranks) for size, ranks in [(1, None), *groups.items()]}
     for name, learner in STEPS.items():
         trainer, measured, gradient = run_case(models / "dense", learner)
-        policy_tensors = trainer.policy()
+        policy_tensors = trainer.engine.policy()
         if first:
             (out / f"{name}.json").write_text(json.dumps(measured))
             save_file({"gradient": gradient, **policy_tensors}, out / f"{name}.safetensors")

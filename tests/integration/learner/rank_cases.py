@@ -65,11 +65,11 @@ def case_config(model: Path, learner: dict[str, Any]) -> Config:
 
 def gradient(trainer: Trainer) -> Iterator[torch.Tensor]:
     """The first optimizer step's gradient, parameter by parameter: AdamW's first moment is a tenth of it."""
-    for parameter in (it for it in trainer._model.parameters() if it.requires_grad):
+    for parameter in (it for it in trainer.engine.model.parameters() if it.requires_grad):
         if trainer._config.learner.zero_stage:
             moment = safe_get_full_optimizer_state(parameter, "exp_avg")
         else:
-            moment = trainer._engine.optimizer.state[parameter]["exp_avg"]
+            moment = trainer.engine.deepspeed.optimizer.state[parameter]["exp_avg"]
         yield moment.flatten().clone()
 
 
@@ -97,23 +97,23 @@ def lagging(model: Path, learner: dict[str, Any]) -> tuple[dict[str, float], dic
     trainer = Trainer(make_config(model, algorithm={"pg_clip": 0.05}, learner=learner), model)
     train(trainer, 4, with_version(make_rows(model, step=4, noise=0.05), 2))
     figures = train(trainer, 5, with_version(make_rows(model, step=5, noise=0.05), 3)).metrics
-    return figures, trainer.policy()
+    return figures, trainer.engine.policy()
 
 
 def moved_bytes(trainer: Trainer) -> list[int]:
     """The states go to host memory and come back; the bytes of each rank."""
     kept: list[int | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(kept, trainer._states.move_to_host())
-    trainer.move_to_device()
+    distributed.all_gather_object(kept, trainer.engine._states.move_to_host())
+    trainer.engine.move_to_device()
     return [num_bytes for num_bytes in kept if num_bytes is not None]
 
 
 def go_on(model: Path, folder: Path, learner: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The policy one step after a checkpoint."""
     trainer = Trainer(case_config(model, learner), model)
-    trainer.load(folder)
+    trainer.engine.load(folder)
     train(trainer, STEP + 1, make_rows(model, step=STEP + 1))
-    return trainer.policy()
+    return trainer.engine.policy()
 
 
 def main() -> None:
@@ -131,19 +131,19 @@ def main() -> None:
         if distributed.get_rank() == 0:
             save_file(gone_on, out / f"{name}-gone-on.safetensors")
         trainer, figures, vector = run_case(model, learner)
-        exact = {f"weights.{key}": value for key, value in trainer.policy().items()}
-        trainer.save(out / name, {})
+        exact = {f"weights.{key}": value for key, value in trainer.engine.policy().items()}
+        trainer.engine.save(out / name, {})
         not_applied = updates_not_applied(model, trainer)
-        after = trainer.policy()
+        after = trainer.engine.policy()
         again = Trainer(case_config(model, learner), model)
-        again.load(out / name)
+        again.engine.load(out / name)
         moved = moved_bytes(again)
         updates_not_applied(model, again)
-        repeated = again.policy()
+        repeated = again.engine.policy()
         if distributed.get_rank() == 0:
             same = all(torch.equal(after[key], repeated[key]) for key in after)
             facts = {"figures": figures, "not_applied": not_applied, "same_after_a_resume_and_a_move": same}
-            facts |= {"cards": trainer.cards, "moved_bytes": moved}
+            facts |= {"cards": trainer.engine.cards, "moved_bytes": moved}
             (out / f"{name}.json").write_text(json.dumps(facts))
             save_file({"gradient": vector, **exact}, out / f"{name}.safetensors")
 

@@ -50,7 +50,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
         trainers[kind] = Trainer(config, base)
         train(trainers[kind], 1, make_rows(base))
         folders[kind] = folder / kind
-        trainers[kind].export(folders[kind])
+        trainers[kind].engine.export(folders[kind])
     return Exports(base, trainers, folders)
 
 
@@ -100,7 +100,7 @@ async def test_a_push_of_merged_weights_takes_hold(exports: Exports, engine: Eng
     """And its digest is the learner's: a generator never sees an adapter."""
     trainer = exports.trainers["lora"]
     train(trainer, 2, make_rows(exports.base, step=2))
-    trainer.export(tmp_path / "newer")
+    trainer.engine.export(tmp_path / "newer")
     await push(engine, exports.folders["lora"], tmp_path / "newer", digest(trainer))
     assert worst_difference(loaded(tmp_path / "newer"), await sampled(engine)) < 1e-4
 
@@ -116,7 +116,7 @@ async def test_a_policy_trained_in_full_gives_the_same_log_probs(exports: Export
 
 
 def digest(trainer: Trainer) -> str:
-    weights = trainer.policy()
+    weights = trainer.engine.policy()
     return policy_digest((name, "float32", tuple(w.shape), w.numpy()) for name, w in weights.items())
 
 

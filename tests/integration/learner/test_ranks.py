@@ -160,7 +160,7 @@ async def test_all_ranks_end_and_start_again_when_one_of_them_runs_out_of_memory
     for step in (1, 2, 3):
         train(trainer, step, steplog.read(step))
     exported = load_file(config.run_dir / "export" / "model.safetensors")
-    for name, tensor in trainer.policy().items():
+    for name, tensor in trainer.engine.policy().items():
         assert (exported[name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 

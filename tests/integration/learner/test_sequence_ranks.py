@@ -62,7 +62,7 @@ def test_a_rank_keeps_its_part_of_the_activations(lines: dict[str, Any], num_ran
 @pytest.fixture(scope="module")
 def alone(models: Path) -> tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor]]:
     trainer, figures, gradient = run_case(models / "dense", {})
-    return figures, gradient, trainer.policy()
+    return figures, gradient, trainer.engine.policy()
 
 
 @pytest.mark.parametrize("step", STEPS)

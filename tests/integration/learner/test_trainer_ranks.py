@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path, checkpoint: Path) -> tuple[dict[str, Any], torch.Tensor]:
     """Figures and gradient of one rank, without ZeRO."""
     trainer, figures, vector = run_case(folder, CASES["zero-0"])
-    trainer.save(checkpoint, {})
+    trainer.engine.save(checkpoint, {})
     return figures, vector
 
 
@@ -180,8 +180,8 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(
 ) -> None:
     """With the weights of the two to the bit, and with their moments."""
     trainer = Trainer(case_config(folder, CASES[case]), folder)
-    trainer.load(together / case)
+    trainer.engine.load(together / case)
     written = load_file(together / f"{case}.safetensors")
-    assert all(torch.equal(tensor, written[f"weights.{name}"]) for name, tensor in trainer.policy().items())
+    assert all(torch.equal(tensor, written[f"weights.{name}"]) for name, tensor in trainer.engine.policy().items())
     train(trainer, STEP + 1, make_rows(folder, step=STEP + 1))
-    assert_close(trainer.policy(), go_on(folder, checkpoint, CASES["zero-0"]))
+    assert_close(trainer.engine.policy(), go_on(folder, checkpoint, CASES["zero-0"]))

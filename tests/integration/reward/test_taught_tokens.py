@@ -116,7 +116,7 @@ def test_another_tokenizer_is_refused(
 
 
 def digest(trainer: Trainer) -> str:
-    weights = trainer.policy()
+    weights = trainer.engine.policy()
     return policy_digest((name, str(w.dtype), tuple(w.shape), w.numpy()) for name, w in weights.items())
 
 

@@ -73,7 +73,7 @@ def _steps(model: Path, steps: Sequence[tuple[int, list[Row]]], **sections: Any)
     trainer = Trainer(make_config(model, **sections), model)
     for step, rows in steps:
         figures = train(trainer, step, rows).metrics
-    policy = sum(float(weight.double().abs().sum()) for weight in trainer.policy().values())
+    policy = sum(float(weight.double().abs().sum()) for weight in trainer.engine.policy().values())
     return {**figures, "policy": policy}
 
 
@@ -107,9 +107,9 @@ def _resumed(model: Path) -> dict[str, float]:
     trainer, again = Trainer(config, model), Trainer(config, model)
     train(trainer, 1, rows)
     with TemporaryDirectory() as folder:
-        trainer.save(Path(folder) / "checkpoint", {})
-        again.load(Path(folder) / "checkpoint")
-        again.export(Path(folder) / "exported")
+        trainer.engine.save(Path(folder) / "checkpoint", {})
+        again.engine.load(Path(folder) / "checkpoint")
+        again.engine.export(Path(folder) / "exported")
     figures, repeated = (train(each, 2, rows).metrics for each in (trainer, again))
     assert repeated == figures
     return figures

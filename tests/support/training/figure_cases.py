@@ -70,7 +70,7 @@ def train_case(model: Path, case: str, out: Path, **learner: Any) -> dict[str, f
     trainer = Trainer(config, model)
     rows = figure_rows(model, config)
     figures = train(trainer, STEP, rows).metrics
-    if trainer._rank == 0:
+    if trainer.engine.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         StepLog(out).write(STEP, rows)
         (out / "figures.json").write_text(json.dumps(figures))

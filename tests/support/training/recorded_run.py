@@ -42,18 +42,18 @@ def record_run(folder: Path, *, steps: int = 6, checkpoints: Collection[int] = (
     with RunDir(path) as run:
         keep_loss_file(config, path)
         trainer = Trainer(with_kept_loss(config, path), model)
-        first = weights_from(0, trainer.policy())
+        first = weights_from(0, trainer.engine.policy())
         run.append_version(0, first.digest, first.dtype)
         for step in range(1, steps + 1):
             rows, used, began = rows_of_step(model, step), configured_hyperparameters(config, step), time.monotonic()
             run.write_step(step, rows)
             trained = trainer.train(step, rows, (), used)
-            weights = weights_from(step, trainer.policy())
+            weights = weights_from(step, trainer.engine.policy())
             run.append_version(step, weights.digest, weights.dtype, asdict(used))
             seconds = time.monotonic() - began
             run.append_metrics(step, {**trained.metrics, "train_s": seconds, "step_s": seconds})
             if step in checkpoints:
-                trainer.save(run.checkpoints.begin(step), {"moments": asdict(RunningMoments())})
+                trainer.engine.save(run.checkpoints.begin(step), {"moments": asdict(RunningMoments())})
                 run.checkpoints.finish(step)
     return path
 

@@ -25,7 +25,7 @@ from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.recovery import RecoveredState, compare_with_files, recover
 from gspo.learner.replay.replayer import make_steps
 from gspo.learner.storage.run_directory import RunDir
-from gspo.learner.training.trainer import Trainer
+from gspo.learner.training.rank_control import RankZero
 from gspo.learner.training.trainer_api import (
     Hyperparameters,
     NotFiniteError,
@@ -278,7 +278,7 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
     after |= {"micro_batch_tokens": 128, "gradient_checkpointing": True}
     resumed = make_config(folder, algorithm={"pg_clip": 0.05}, learner=after, run={"total_steps": 50})
     with RunDir(tmp_path / "run") as run:
-        trainer = Trainer(first, folder)
+        trainer = RankZero(first, folder, run.path)
         for step in (1, 2, 3):
             used = configured_hyperparameters(first, step)
             run.write_step(step, rows := [replace(r, group=r.group + 8 * step) for r in make_rows(folder, step=step)])
@@ -287,27 +287,25 @@ def test_versions_are_replayed_to_the_bit_though_a_resume_changes_what_it_may(tm
             if step == 1:
                 save(run, step, trainer)
         recorded = dict(run.versions)
-        start: Any = lambda config, model, _: Trainer(config, model)  # noqa: E731
-        assert recover(resumed, folder, run, Activity("learner"), start).weights.version == 3
+        assert recover(resumed, folder, run, Activity("learner"), RankZero).weights.version == 3
         assert run.versions == recorded
 
 
 def test_a_replay_makes_token_records_that_a_kill_prevented(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     config = make_config(folder, algorithm={"pg_clip": 0.05}, learner={"token_records": True})
-    start: Any = lambda config, model, _: Trainer(config, model)  # noqa: E731
     with RunDir(tmp_path / "run") as run:
-        trainer = Trainer(config, folder)
+        trainer = RankZero(config, folder, run.path)
         run.write_step(1, rows := make_rows(folder, step=1))
         run.steplog.write_tokens(1, trainer.train(1, rows, (), configured_hyperparameters(config, 1)).tokens)
         path = token_file(run.steplog.folder, 1)
         written = pq.read_table(path)
         assert written.num_rows == len(rows)
         changed = path.stat().st_mtime_ns
-        recover(config, folder, run, Activity("learner"), start)
+        recover(config, folder, run, Activity("learner"), RankZero)
         assert path.stat().st_mtime_ns == changed, "it is not written twice"
         path.unlink()
-        recover(config, folder, run, Activity("learner"), start)
+        recover(config, folder, run, Activity("learner"), RankZero)
         assert pq.read_table(path).equals(written)
         run.steplog.remove([1])
         assert not path.exists()

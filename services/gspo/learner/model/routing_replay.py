@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, __version__
 
 from gspo.common.errors import InputError
-from gspo.learner.model.batch import MicroBatch, StepBatch
+from gspo.learner.model.batch import MicroBatch, PassObserver, StepBatch
 from gspo.learner.model.network import hidden_states
 from gspo.learner.ranks.process_group import sum_over_ranks
 from gspo.learner.ranks.sequence_ranks import SequenceRanks
@@ -204,7 +204,7 @@ def _refusal(causal_lm: PreTrainedModel, reason: str) -> InputError:
     return InputError("algorithm.routing_replay", f"learner, but {type(causal_lm).__name__} {reason}", "Set it to none")
 
 
-class RoutingReplay:
+class RoutingReplay(PassObserver):
     """The experts of a step's rollouts, in host memory. Without routers it does nothing.
 
     A position takes C bytes, or 2 C where a layer has more than 256 experts, on each rank that trains its rollout.
@@ -218,11 +218,14 @@ class RoutingReplay:
         self._routers, self._ranks, self._device = routers, ranks, device
         self._lengths: list[int] = []
         self._expert_SC: dict[int, Tensor] = {}  # by the rollout's place in the step
+        # Of the present update, and of the last one that was applied.
         self._stats: Stats = {}
+        self._applied: Stats = {}
 
-    def begin(self, batch: StepBatch) -> None:
+    def begin(self, _step: int, batch: StepBatch) -> None:
         """Forget the step before; the next passes are of this one."""
         self._lengths, self._expert_SC = [len(sequence) for sequence in batch.sequences], {}
+        self._stats, self._applied = {}, {}
 
     @contextmanager
     def recording(self, micro: MicroBatch) -> Iterator[None]:
@@ -255,7 +258,7 @@ class RoutingReplay:
             self._expert_SC |= {row: split[row - first].clone() for row in rows if row in needed}
 
     @contextmanager
-    def replaying(self, micro: MicroBatch) -> Iterator[None]:
+    def around(self, micro: MicroBatch) -> Iterator[None]:
         """A block with the passes over a micro-batch, forward and backward, that take the recorded experts."""
         if self._routers is None:
             yield
@@ -269,10 +272,13 @@ class RoutingReplay:
         changed = changed_N[place_N].float()
         self._stats = merge([self._stats, mean_stats("experts_changed", changed, torch.ones_like(changed))])
 
-    def take_stats(self) -> Stats:
-        """Of the passes since the last call: the share of this rank's counted tokens with other experts at present."""
-        stats, self._stats = self._stats, {}
-        return stats
+    def end_update(self, _mini_batch: int, problem: str) -> None:
+        """Keep the sums of an update that was applied."""
+        self._applied, self._stats = self._applied if problem else self._stats, {}
+
+    def end(self) -> Stats:
+        """Of the last applied update: the share of this rank's counted tokens with other experts at present."""
+        return self._applied
 
     def _rollouts(self, micro: MicroBatch, expert_NC: Tensor) -> list[Tensor]:
         """[S, C] of each rollout, from the positions of the model's input; 0 at those of other ranks."""

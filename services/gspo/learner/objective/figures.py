@@ -11,7 +11,6 @@ from torch import Tensor
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.learner.model.batch import StepBatch
 from gspo.learner.objective.own_loss import OWN_FIGURE
-from gspo.learner.objective.step_loss import StepTargets
 from gspo_core.figures import independent_sigma, mismatch_stats, noise_clip, noise_stats, normal_noise_share
 from gspo_core.stats import Stats, figures
 from gspo_core.token_losses import clip_sides
@@ -54,12 +53,15 @@ def compared_stats(
     )
 
 
-def correction_metrics(batch: StepBatch, targets: StepTargets) -> dict[str, float]:
-    """Weights of the behavior correction, and the tokens before and after it; empty without one."""
-    if not targets.stats:
+def correction_metrics(batch: StepBatch, mask_BT: Tensor, stats: Stats) -> dict[str, float]:
+    """Weights of the behavior correction, and the tokens before and after it; empty without one.
+
+    Args:
+        mask_BT, stats: After the correction, and of it.
+    """
+    if not stats:
         return {}
-    seen = figures(targets.stats)
-    sequences, tokens = float(targets.mask_BT.any(-1).sum()), float(targets.mask_BT.sum())
+    seen, sequences, tokens = figures(stats), float(mask_BT.any(-1).sum()), float(mask_BT.sum())
     return {
         **_weight_figures(seen),
         "skipped_behavior": len(batch) - sequences,

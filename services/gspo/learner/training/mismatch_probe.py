@@ -8,97 +8,95 @@ them under these weights: the remaining difference is noise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.learner.model.batch import MicroBatch, StepBatch
-from gspo.learner.objective.figures import compared_stats
+from gspo.learner.model.batch import MicroBatch, PassObserver, StepBatch
+from gspo.learner.training.passes import RankPasses
+from gspo.learner.training.policy_engine import PolicyEngine
 from gspo_core.staleness import drop_old_tokens
-from gspo_core.stats import Stats
+from gspo_core.stats import Stats, merge
 
 # Few are enough: 16 answers of 100 tokens give the token's sigma to 2 % and the sequence's to a fifth.
 _NUM_PROBED_ROLLOUTS = 16
 
 
-def fresh_tokens(step: int, batch: StepBatch) -> Tensor:
-    """The counted tokens that the version before this step sampled. Bool [B, T]."""
-    return drop_old_tokens(batch.version_BT, batch.mask_BT, step - 1, 0)
+class MismatchProbe(PassObserver):
+    """Compares the log-probs of a step's newest tokens, or of a version that it keeps, with those of the generators.
 
-
-def mismatch_of_step(algorithm: AlgorithmConfig, logp_BT: Tensor, batch: StepBatch, mask_BT: Tensor) -> Stats:
-    """`compared_stats` of the tokens in a mask, at log-probs that every rank has: counted by rank zero alone."""
-    stats = compared_stats(algorithm, logp_BT, batch.behavior_BT, mask_BT, batch.mask_BT, batch.branch_BT)
-    return stats if distributed.get_rank() == 0 else {key: torch.zeros_like(value) for key, value in stats.items()}
-
-
-def mismatch_of_micro_batch(
-    algorithm: AlgorithmConfig, logp_RT: Tensor, batch: StepBatch, micro: MicroBatch, mask_BT: Tensor
-) -> Stats:
-    """`compared_stats` of the tokens in a mask that are in this micro-batch."""
-    return compared_stats(
-        algorithm,
-        logp_RT,
-        micro.take(batch.behavior_BT),
-        micro.take_mask(mask_BT),
-        micro.take_mask(batch.mask_BT),
-        None if batch.branch_BT is None else micro.take(batch.branch_BT),
-    )
-
-
-class MismatchProbe:
-    """Keeps the trained weights of one version in host memory, and measures the mismatch there.
-
-    Float32 ones: a rounded copy would bring back another policy. Ranks with parts of the weights keep these, and
-    exchange nothing.
+    It keeps the trained weights of one version in host memory. Float32 ones: a rounded copy would bring back another
+    policy. Ranks with parts of the weights keep these, and exchange nothing.
 
     It does so where `every` steps have passed without a measurement. Tokens of the present version are measured
     without it, by the first forward pass at these weights.
 
     Attributes:
-        seconds: Time of the last call of `measure`.
+        seconds: Time of this step's measurement at a kept version.
+        is_fresh: Whether the newest version sampled every token of the step.
 
     Args:
-        kept: The tensors of which this rank keeps a version, on any device.
-        change: A block in which every rank may change these; after it all ranks compute with them.
-        score: Log-probs [B, T] of some rollouts of a step at the model's present weights.
-        algorithm: Its clip tells what the mismatch puts outside.
+        engine: Has the weights.
+        passes: Score rollouts.
+        compare: As Objective.compare.
         every: Steps between two measurements; 0 for none.
     """
 
-    def __init__(
-        self,
-        kept: Callable[[], Sequence[Tensor]],
-        change: Callable[[], AbstractContextManager[None]],
-        score: Callable[[StepBatch, Sequence[int]], Tensor],
-        algorithm: AlgorithmConfig,
-        every: int,
-    ) -> None:
-        self._tensors, self._change, self._score = kept, change, score
-        self._algorithm, self._every = algorithm, every
+    def __init__(self, engine: PolicyEngine, passes: RankPasses, compare: Callable[..., Stats], every: int) -> None:
+        self._engine, self._passes, self._compare, self._every = engine, passes, compare, every
         self._version: int | None = None
         self._kept: list[Tensor] = []
         self._due_step = 0
-        self.seconds = 0.0
+        self.seconds, self.is_fresh = 0.0, False
 
-    def measure(self, step: int, batch: StepBatch) -> Stats:
-        """The mismatch at the kept version, once its tokens have come; empty if no measurement is due, or not here.
+    def begin(self, step: int, batch: StepBatch) -> None:
+        """Measure the mismatch at the kept version, once its tokens have come.
 
         During the measurement the model has the kept weights. After it the model has its own again, to the bit.
         """
+        self._batch = batch
+        # The counted tokens that the version before this step sampled.
+        self._newest_BT = drop_old_tokens(batch.version_BT, batch.mask_BT, step - 1, 0)
+        self.is_fresh, self._is_at_start = bool((self._newest_BT == batch.mask_BT).all()), True
         began = time.monotonic()
-        try:
-            return self._measure(step, batch)
-        finally:
-            self.seconds = time.monotonic() - began
+        self._stats = self._measure(step, batch)
+        self.seconds = time.monotonic() - began
+
+    def see_old(self, old_BT: Tensor) -> None:
+        """The log-probs [B, T] at the step's first weights measure the mismatch; then no update has to."""
+        self._stats = merge([self._stats, self._of_step(old_BT, self._newest_BT)])
+        self._is_at_start = False
+
+    def see(self, micro: MicroBatch, logp_RT: Tensor, _entropy_RT: Tensor) -> Stats:
+        """Only forwards at the weights that sampled the newest tokens measure the mismatch with the generators."""
+        if not self._is_at_start:
+            return {}
+        take, batch = micro.take, self._batch
+        branch_RT = None if batch.branch_BT is None else take(batch.branch_BT)
+        masks = micro.take_mask(self._newest_BT), micro.take_mask(batch.mask_BT)
+        return self._compare(logp_RT.detach(), take(batch.behavior_BT), *masks, branch_RT)
+
+    def end_update(self, _mini_batch: int, problem: str) -> None:
+        """An applied update makes other weights."""
+        self._is_at_start = self._is_at_start and bool(problem)
+
+    def end(self) -> Stats:
+        """Of the measurements over the whole step."""
+        stats = self._stats
+        del self._batch, self._newest_BT, self._stats
+        return stats
+
+    def _of_step(self, logp_BT: Tensor, mask_BT: Tensor) -> Stats:
+        """The mismatch of the tokens in a mask, at log-probs that every rank has: counted by rank zero alone."""
+        batch = self._batch
+        stats = self._compare(logp_BT, batch.behavior_BT, mask_BT, batch.mask_BT, batch.branch_BT)
+        return {key: value if self._engine.rank == 0 else torch.zeros_like(value) for key, value in stats.items()}
 
     def _measure(self, step: int, batch: StepBatch) -> Stats:
         if not self._every:
             return {}
-        if bool(fresh_tokens(step, batch).any()):
+        if bool(self._newest_BT.any()):
             self._note_measured(step)
             return {}
         if step < self._due_step:
@@ -111,11 +109,11 @@ class MismatchProbe:
             return {}
         self._each(_swap)
         try:
-            logp_BT = self._score(batch, rows)
+            logp_BT = self._passes.score(self._engine.deepspeed, self._passes.cut(rows))
         finally:
             self._each(Tensor.copy_)
         self._note_measured(step)
-        return mismatch_of_step(self._algorithm, logp_BT, batch, mask_BT)
+        return self._of_step(logp_BT, mask_BT)
 
     def _note_measured(self, step: int) -> None:
         """The next measurement is due later; until then no weights are kept."""
@@ -124,13 +122,13 @@ class MismatchProbe:
     @torch.no_grad()
     def _keep(self, version: int) -> None:
         self._kept = []  # before the next copies, so that there is one version at a time
-        self._kept = [tensor.to("cpu", copy=True) for tensor in self._tensors()]
+        self._kept = [tensor.to("cpu", copy=True) for tensor in self._engine.kept()]
         self._version = version
 
     @torch.no_grad()
     def _each(self, move: Callable[[Tensor, Tensor], object]) -> None:
-        with self._change():
-            for tensor, kept in zip(self._tensors(), self._kept, strict=True):
+        with self._engine.change():
+            for tensor, kept in zip(self._engine.kept(), self._kept, strict=True):
                 move(tensor, kept)
 
 

@@ -30,6 +30,7 @@ from gspo.common.host.durable_write import replace_file
 from gspo.common.host.machine import generators_per_gpu, visible_gpus
 from gspo.common.host.process_tuning import return_freed_memory
 from gspo.common.model.teacher_files import teacher_folder
+from gspo.learner.model.batch import MicroBatch
 from gspo.learner.model.compiled_layers import compile_layers
 from gspo.learner.model.named_weights import checkpoint_tensors, export_model
 from gspo.learner.model.network import (
@@ -64,45 +65,52 @@ _ROTARY = "Rotary"
 
 
 class PolicyEngine:
-    """One rank of the policy. Every rank makes the same calls in the same order."""
+    """One rank of the policy. Every rank makes the same calls in the same order.
+
+    Attributes:
+        deepspeed: The model as DeepSpeed wraps it.
+        packing: Whether it reads packed lines.
+        routers: Of a mixture whose experts are replayed; else None.
+        teacher: The teacher that this process loads; else None.
+        cards: Each rank's card -> its peak flop/s, or None where that is unknown.
+    """
 
     def __init__(self, config: Config, model_folder: Path) -> None:
         self._config, self._folder = config, model_folder
-        self._threads = config.learner.threads or cores_per_rank(num_local_ranks())
-        torch.set_num_threads(self._threads)
+        self.threads = config.learner.threads or cores_per_rank(num_local_ranks())
+        torch.set_num_threads(self.threads)
         lock_no_more_than_needed()
-        self._device = _join(config)
-        if self._device.type == "cpu" and config.learner.dtype == "bfloat16":
+        self.device = _join(config)
+        if self.device.type == "cpu" and config.learner.dtype == "bfloat16":
             use_float32_products()
-        self._rank, self._num_ranks = distributed.get_rank(), distributed.get_world_size()
+        self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
         with return_freed_memory():
             spreading = self._spreading(engine_config(config)) if self._is_spread else None
-            self._model = load_policy_model(model_folder, config, spreading).to(self._device)
-            self._sequence_ranks = _share_lines(config)
-            self._model.ranks = self._sequence_ranks
-            with whole_where_used(self._model.causal_lm, self._whole):
-                self._packing = config.learner.packing and can_be_packed(self._model.causal_lm, self._sequence_ranks)
+            self.model = load_policy_model(model_folder, config, spreading).to(self.device)
+            self.sequence_ranks = _share_lines(config)
+            self.model.ranks = self.sequence_ranks
+            with whole_where_used(self.model.causal_lm, self._whole):
+                self.packing = config.learner.packing and can_be_packed(self.model.causal_lm, self.sequence_ranks)
                 replays = config.algorithm.routing_replay == "learner"
-                self._routers = Routers(self._model.causal_lm) if replays else None
-            self._refuse_padded_lines(self._model, is_packed=self._packing)
+                self.routers = Routers(self.model.causal_lm) if replays else None
+            self._refuse_padded_lines(self.model, is_packed=self.packing)
             rounded = self._rounded_weights()
-            self._engine = self._start_engine()
+            self.deepspeed = self._start_engine()
             self._gather_rounded(rounded)
             self._reference_model = self._start_reference()
-            self._teacher = self._start_teacher()
-        frozen = [self._reference_model, self._teacher and self._teacher.model]
-        self._states = HostStates([self._engine, *frozen], self._device)
-        self._copies = HostCopies(self._device, getattr(torch, config.generation.dtype))
-        # Each rank's card -> its peak flop/s, or None where it is unknown.
+            self.teacher = self._start_teacher()
+        frozen = [self._reference_model, self.teacher and self.teacher.model]
+        self._states = HostStates([self.deepspeed, *frozen], self.device)
+        self._copies = HostCopies(self.device, getattr(torch, config.generation.dtype))
         self.cards = gather_cards(
-            self._device, getattr(torch, config.learner.dtype), self._threads, int(os.environ["LOCAL_RANK"])
+            self.device, getattr(torch, config.learner.dtype), self.threads, int(os.environ["LOCAL_RANK"])
         )
         set_deadlines(config.learner.rank_timeout_s)
         if config.learner.torch_compile:
-            for frozen_or_trained in (self._model, *(it for it in frozen if it is not None)):
+            for frozen_or_trained in (self.model, *(it for it in frozen if it is not None)):
                 compile_layers(frozen_or_trained.causal_lm)
         # Last: the trials at the start compare two ways to attend, and TF32 would blur them.
-        _allow_tf32(config, self._device, [self._model, *frozen])
+        _allow_tf32(config, self.device, [self.model, *frozen])
 
     def policy(self, *, is_reused: bool = False) -> dict[str, Tensor]:
         """The weights in the generators' dtype, by checkpoint names, tied ones once: contiguous copies in host memory.
@@ -114,11 +122,11 @@ class PolicyEngine:
             is_reused: Whether the memory is kept for a later call, once nothing refers to it any more.
         """
         return checkpoint_tensors(
-            self._model.causal_lm,
+            self.model.causal_lm,
             self._copies,
-            self._model.adapters,
+            self.model.adapters,
             whole=self._whole,
-            kept=self._rank == 0,
+            kept=self.rank == 0,
             is_reused=is_reused,
         )
 
@@ -141,14 +149,14 @@ class PolicyEngine:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._write_caller(folder, state)
-        return partial(RankPart(self._rank, self._copied_files()).write, folder)
+        return partial(RankPart(self.rank, self._copied_files()).write, folder)
 
     def _copied_files(self) -> Iterator[StatesFile]:
         # Under LoRA the frozen weights are in the model folder.
-        return copy_shares(self._rank, self._shares() if self._writes_shares else (), self._optimizer_state)
+        return copy_shares(self.rank, self._shares() if self._writes_shares else (), self._optimizer_state)
 
     def _write_caller(self, folder: Path, state: Mapping[str, Any]) -> None:
-        if self._rank == 0:
+        if self.rank == 0:
             replace_file(folder / _STATE, json.dumps(dict(state)).encode())
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -171,10 +179,10 @@ class PolicyEngine:
 
         Adapters are merged in, and also stand alone in a folder in it.
         """
-        tensors, adapters = self.policy(), self._model.adapters
-        with self._whole([] if adapters is None else [p for p in self._model.parameters() if p.requires_grad]):
-            if self._rank == 0:
-                export_model(self._model.causal_lm, tensors, self._folder, folder, adapters)
+        tensors, adapters = self.policy(), self.model.adapters
+        with self._whole([] if adapters is None else [p for p in self.model.parameters() if p.requires_grad]):
+            if self.rank == 0:
+                export_model(self.model.causal_lm, tensors, self._folder, folder, adapters)
         distributed.barrier()
 
     def move_to_host(self) -> None:
@@ -188,22 +196,22 @@ class PolicyEngine:
     def _start_engine(self) -> Any:
         learner = self._config.learner
         optimizer = torch.optim.AdamW(
-            [parameter for parameter in self._model.parameters() if parameter.requires_grad],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
             lr=learner.learning_rate,
             betas=learner.adam_betas,
             weight_decay=learner.weight_decay,
             fused=True,
         )
-        return deepspeed.initialize(model=self._model, optimizer=optimizer, config=engine_config(self._config))[0]
+        return deepspeed.initialize(model=self.model, optimizer=optimizer, config=engine_config(self._config))[0]
 
     def _rounded_weights(self) -> list[torch.nn.Parameter]:
         """The weights that passes may gather rounded; the same ones on every rank."""
         dtype = getattr(torch, self._config.learner.dtype)
         if not self._is_spread or dtype == torch.float32:
             return []
-        weights = rounded_weights(self._model.causal_lm, dtype, self._whole)
-        num_agreed = sum_over_ranks(torch.tensor(bool(weights)).int(), self._device)
-        return weights if int(num_agreed) == self._num_ranks else []
+        weights = rounded_weights(self.model.causal_lm, dtype, self._whole)
+        num_agreed = sum_over_ranks(torch.tensor(bool(weights)).int(), self.device)
+        return weights if int(num_agreed) == self.num_ranks else []
 
     def _gather_rounded(self, weights: Sequence[Any]) -> None:
         """Let forward and backward passes gather these weights in the dtype of the products, in half the bytes.
@@ -216,7 +224,7 @@ class PolicyEngine:
                 setattr(weight, PARAM_COMM_DTYPE_ATTR_NAME, getattr(torch, self._config.learner.dtype))
 
     def _refuse_padded_lines(self, model: PolicyModel, *, is_packed: bool) -> None:
-        if self._sequence_ranks and not is_packed:
+        if self.sequence_ranks and not is_packed:
             raise InputError(
                 "learner.sequence_ranks",
                 f"{self._config.learner.sequence_ranks} ranks cannot share a line of packed rollouts: "
@@ -226,55 +234,55 @@ class PolicyEngine:
 
     def _spreading(self, config: Mapping[str, Any]) -> Spreading:
         """The way to spread weights before there is an engine of this configuration, which has ZeRO 3."""
-        first = torch.nn.Linear(1, 1, bias=False, device=self._device)
+        first = torch.nn.Linear(1, 1, bias=False, device=self.device)
         deepspeed.zero.Init(module=first, config_dict_or_path=config, dtype=torch.float32)
         # A converted parameter converts others as it was converted itself.
         convert = first.weight.convert_to_zero_parameters  # type: ignore[attr-defined]
-        return Spreading(lambda parameters: convert(param_list=list(parameters)), self._whole, self._device)
+        return Spreading(lambda parameters: convert(param_list=list(parameters)), self._whole, self.device)
 
     def _start_reference(self) -> Any:
         """The first policy as a frozen copy, spread over the ranks under ZeRO 3; None if there is no such copy."""
-        if not self._config.algorithm.needs_reference or self._model.adapters is not None:
+        if not self._config.algorithm.needs_reference or self.model.adapters is not None:
             return None
         spreading = self._spreading(_FROZEN) if self._is_spread else None
-        return self._started(load_reference_model(self._model.causal_lm, self._folder, self._config, spreading))
+        return self._started(load_reference_model(self.model.causal_lm, self._folder, self._config, spreading))
 
     def _start_teacher(self) -> TeacherModel | None:
         if self._config.teacher.path is None:
             return None
         spreading = self._spreading(_FROZEN) if self._is_spread else None
         folder = teacher_folder(self._config)
-        teacher = load_teacher_model(folder, self._config, spreading, self._sequence_ranks)
+        teacher = load_teacher_model(folder, self._config, spreading, self.sequence_ranks)
         self._refuse_padded_lines(teacher.model, is_packed=teacher.is_packed)
         return replace(teacher, model=self._started(teacher.model))
 
     def _started(self, frozen: PolicyModel) -> Any:
-        frozen.ranks = self._sequence_ranks
-        return deepspeed.initialize(model=frozen, config=_FROZEN)[0] if self._is_spread else frozen.to(self._device)
+        frozen.ranks = self.sequence_ranks
+        return deepspeed.initialize(model=frozen, config=_FROZEN)[0] if self._is_spread else frozen.to(self.device)
 
     @property
     def _optimizer_state(self) -> Any:
         """torch's AdamW's: tensor -> moments and step."""
-        optimizer = self._engine.optimizer
+        optimizer = self.deepspeed.optimizer
         return (optimizer.optimizer if self._config.learner.zero_stage else optimizer).state
 
     @property
     def _writes_shares(self) -> bool:
         """Without ZeRO all ranks have the same."""
-        return self._rank == 0 or self._config.learner.zero_stage > 0
+        return self.rank == 0 or self._config.learner.zero_stage > 0
 
     def _trained(self) -> Iterator[tuple[str, Any]]:
-        return ((name, it) for name, it in self._model.named_parameters() if it.requires_grad)
+        return ((name, it) for name, it in self.model.named_parameters() if it.requires_grad)
 
     def _shares(self) -> Iterator[WeightRange]:
         """The parts of the parameters that this rank updates, wherever DeepSpeed keeps them."""
-        stage, optimizer = self._config.learner.zero_stage, self._engine.optimizer
+        stage, optimizer = self._config.learner.zero_stage, self.deepspeed.optimizer
         for name, parameter in self._trained():
             if not stage:
                 yield WeightRange(name, 0, parameter.detach().view(-1), parameter, 0)
             elif self._is_spread:
                 group, offset, num = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                owner, start = optimizer.fp32_partitioned_groups_flat[group], num * self._rank
+                owner, start = optimizer.fp32_partitioned_groups_flat[group], num * self.rank
                 # The last parts are filled up to equal lengths.
                 if (num := min(num, parameter.ds_numel - start)) > 0:
                     yield WeightRange(name, start, owner.detach().narrow(0, offset, num), owner, offset)
@@ -288,43 +296,62 @@ class PolicyEngine:
         """Give the weights that the model computes with the restored values; ZeRO may update copies of its own."""
         for name, parameter in self._trained():
             if self._is_spread:
-                start = parameter.ds_tensor.numel() * self._rank
+                start = parameter.ds_tensor.numel() * self.rank
                 if (num := min(parameter.ds_tensor.numel(), parameter.ds_numel - start)) > 0:
                     parameter.ds_tensor.view(-1)[:num].copy_(written.read(name, start, num))
             if parameter.numel():  # whole on every rank: under ZeRO 3 a small one
                 parameter.data.view(-1).copy_(written.read(name, 0, parameter.numel()))
         if self._is_spread:
-            self._engine.optimizer.invalidate_secondary_tensor()
+            self.deepspeed.optimizer.invalidate_secondary_tensor()
 
     @contextmanager
-    def _reference(self) -> Iterator[Any]:
+    def reference(self) -> Iterator[Any]:
         """A block with the first policy: the frozen copy, or the policy without its adapters."""
-        if self._model.adapters is None:
+        if self.model.adapters is None:
             yield self._reference_model
         else:
-            with self._model.adapters.off():
-                yield self._engine
+            with self.model.adapters.off():
+                yield self.deepspeed
 
-    def _set_hyperparameters(self, hyperparameters: Hyperparameters) -> None:
+    def forward(self, micro: MicroBatch, *, is_last: bool) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [R, T] of a micro-batch, with a gradient if it has a backward pass.
+
+        Args:
+            is_last: Whether an update follows its passes.
+        """
+        self.deepspeed.set_gradient_accumulation_boundary(is_last)
+        with torch.set_grad_enabled(micro.backward):
+            logp_N, entropy_N = self.deepspeed(*micro.model_input)
+            return micro.spread(logp_N), micro.spread(entropy_N)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of this rank's part of the loss.
+
+        DeepSpeed averages gradients over the ranks; N and M count all ranks, so the sum is needed. A loss that is not
+        finite may have finite gradients: it makes them NaN, on every rank, in every ZeRO stage.
+        """
+        self.deepspeed.backward(loss * (self.num_ranks * torch.where(loss.detach().isfinite(), 1.0, math.nan)))
+
+    def set_hyperparameters(self, hyperparameters: Hyperparameters) -> None:
         """Make the next updates with these; a loaded checkpoint brought those of its own step."""
-        for group in self._engine.optimizer.param_groups:
+        for group in self.deepspeed.optimizer.param_groups:
             group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
         if self._config.learner.zero_stage:
-            self._engine.optimizer.clip_grad = hyperparameters.max_grad_norm
-        self._model.checkpoint_activations(hyperparameters.gradient_checkpointing)
+            self.deepspeed.optimizer.clip_grad = hyperparameters.max_grad_norm
+        self.model.checkpoint_activations(hyperparameters.gradient_checkpointing)
 
-    def _apply(self, max_grad_norm: float) -> float:
+    def apply(self, max_grad_norm: float) -> float:
         """Clip and update; returns the gradient norm before the clip. A norm that is not finite updates nothing."""
         if self._config.learner.zero_stage:
-            self._engine.step()
-            return math.nan if self._engine.optimizer.overflow else float(self._engine.get_global_grad_norm())
-        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+            self.deepspeed.step()
+            return math.nan if self.deepspeed.optimizer.overflow else float(self.deepspeed.get_global_grad_norm())
+        parameters = [p for p in self.deepspeed.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if not math.isfinite(norm):
-            self._engine.optimizer.zero_grad()
+            self.deepspeed.optimizer.zero_grad()
             return float(norm)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-        self._engine.step()
+        self.deepspeed.step()
         return float(norm)
 
     @property
@@ -342,26 +369,26 @@ class PolicyEngine:
         with deepspeed.zero.GatheredParameters(list(parts), enabled=self._is_spread):
             yield
 
-    def _kept(self) -> list[Tensor]:
+    def kept(self) -> list[Tensor]:
         """The trained weights that this rank keeps of a version: its parts, or whole ones on the first rank alone."""
         if self._is_spread:
             return [weight.ds_tensor for _, weight in self._trained()]
-        return [weight.data for _, weight in self._trained()] if self._rank == 0 else []
+        return [weight.data for _, weight in self._trained()] if self.rank == 0 else []
 
     @contextmanager
-    def _change(self) -> Iterator[None]:
+    def change(self) -> Iterator[None]:
         """A block in which each rank may change what it keeps; after it all ranks compute with the changed weights."""
         weights = [weight for _, weight in self._trained()]
         if not self._is_spread:
             yield
-            for weight in weights if self._num_ranks > 1 else ():
+            for weight in weights if self.num_ranks > 1 else ():
                 distributed.broadcast(weight.data, 0)
             return
         for weight in weights:
             if weight.ds_status == ZeroParamStatus.AVAILABLE:
                 weight.partition()
         yield
-        self._engine.optimizer.invalidate_secondary_tensor()
+        self.deepspeed.optimizer.invalidate_secondary_tensor()
         for weight in weights:
             if weight.ds_persist:
                 weight.all_gather()

@@ -57,7 +57,7 @@ class RankZero:
     @property
     def cards(self) -> Mapping[str, float | None]:
         """The card of each rank -> its peak flop/s."""
-        return self._trainer.cards
+        return self._trainer.engine.cards
 
     def train(
         self, step: int, rows: Sequence[Row], not_applied: Collection[int], hyperparameters: Hyperparameters
@@ -70,17 +70,17 @@ class RankZero:
     def policy(self, *, is_reused: bool = False) -> dict[str, Tensor]:
         """As Trainer.policy."""
         with self._all_ranks("policy"):
-            return self._trainer.policy(is_reused=is_reused)
+            return self._trainer.engine.policy(is_reused=is_reused)
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """As Trainer.save, into a folder of the run directory."""
         with self._all_ranks("save", folder=folder, state=dict(state)):
-            self._trainer.save(folder, state)
+            self._trainer.engine.save(folder, state)
 
     def begin_save(self, folder: Path, state: Mapping[str, Any]) -> WriteCheckpoint:
         """As Trainer.begin_save, into a folder of the run directory; the other ranks begin to write at once."""
         with self._all_ranks(_BEGIN_SAVE, folder=folder, state=dict(state)):
-            write_own = self._trainer.begin_save(folder, state)
+            write_own = self._trainer.engine.begin_save(folder, state)
         num_ranks, timeout_s = distributed.get_world_size(), self._timeout_s
 
         def write(is_given_up: Callable[[], bool]) -> None:
@@ -92,23 +92,23 @@ class RankZero:
     def load(self, folder: Path) -> dict[str, Any]:
         """As Trainer.load, from a folder of the run directory."""
         with self._all_ranks("load", folder=folder):
-            return self._trainer.load(folder)
+            return self._trainer.engine.load(folder)
 
     def export(self, folder: Path) -> None:
         """As Trainer.export, into a folder of the run directory."""
         with self._all_ranks("export", folder=folder):
-            self._trainer.export(folder)
+            self._trainer.engine.export(folder)
 
     def move_to_host(self) -> None:
         """As Trainer.move_to_host."""
         with self._all_ranks(_MOVE_TO_HOST):
-            self._trainer.move_to_host()
+            self._trainer.engine.move_to_host()
         self._is_away = True
 
     def move_to_device(self) -> None:
         """As Trainer.move_to_device."""
         with self._all_ranks(_MOVE_TO_DEVICE):
-            self._trainer.move_to_device()
+            self._trainer.engine.move_to_device()
         self._is_away = False
 
     def rank_heartbeat(self) -> None:
@@ -179,19 +179,19 @@ def _execute(trainer: Trainer, parts: PartWriter, call: Mapping[str, Any], table
             with in_step(call["step"]):
                 trainer.train(call["step"], rows, call["not_applied"], Hyperparameters(**hyperparameters))
         case "policy":
-            trainer.policy()
+            trainer.engine.policy()
         case "save":
-            trainer.save(run_dir / call["folder"], call["state"])
+            trainer.engine.save(run_dir / call["folder"], call["state"])
         case "begin_save":
-            parts.begin(trainer.begin_save(run_dir / call["folder"], call["state"]))
+            parts.begin(trainer.engine.begin_save(run_dir / call["folder"], call["state"]))
         case "load":
-            trainer.load(run_dir / call["folder"])
+            trainer.engine.load(run_dir / call["folder"])
         case "move_to_host":
-            trainer.move_to_host()
+            trainer.engine.move_to_host()
         case "move_to_device":
-            trainer.move_to_device()
+            trainer.engine.move_to_device()
         case "export":
-            trainer.export(run_dir / call["folder"])
+            trainer.engine.export(run_dir / call["folder"])
         case unknown:
             raise ValueError(f"rank zero calls {unknown!r}, which this rank does not know: the ranks' versions differ")
 

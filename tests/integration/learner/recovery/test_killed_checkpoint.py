@@ -48,5 +48,5 @@ def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before_and_the_log(
         assert run.steps_to_replay(after=1) == [2, 3]
         # One rank resumes it. The training of step 2 did not change the copies of step 1.
         trainer = Trainer(make_config(model), model)
-        assert trainer.load(run.checkpoints.path(1)) == {"of": 1}
-        assert weights_from(1, trainer.policy()).digest == run.versions[1].digest != run.versions[2].digest
+        assert trainer.engine.load(run.checkpoints.path(1)) == {"of": 1}
+        assert weights_from(1, trainer.engine.policy()).digest == run.versions[1].digest != run.versions[2].digest

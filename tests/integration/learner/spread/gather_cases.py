@@ -69,14 +69,14 @@ def train_case(model: Path, name: str, *, rounded: bool) -> tuple[dict[str, Any]
     learner = {"zero_stage": 3, "dtype": "bfloat16", **learner}
     trainer = Trainer(make_config(model, algorithm={"pg_clip": 0.05, **algorithm}, learner=learner), model)
     if not rounded:
-        for parameter in trainer._model.parameters():
+        for parameter in trainer.engine.model.parameters():
             vars(parameter).pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
     with gathered_by_passes() as elements:
         first = train(trainer, 4, lagging_rows(model, 4)).metrics
         moments = torch.cat(list(gradient(trainer)))
         second = train(trainer, 5, lagging_rows(model, 5)).metrics
-    parameters: list[Any] = list(trainer._model.parameters())
-    storages = _storages([trainer._engine], trainer._device.type)
+    parameters: list[Any] = list(trainer.engine.model.parameters())
+    storages = _storages([trainer.engine.deepspeed], trainer.engine.device.type)
     facts = {
         "figures": [first, second],
         "elements": elements,
@@ -85,8 +85,8 @@ def train_case(model: Path, name: str, *, rounded: bool) -> tuple[dict[str, Any]
     }
     token_S = torch.arange(8)
     with torch.no_grad():  # it leaves weights whole, for a backward pass that does not come
-        trainer._engine(token_S[None], None, token_S[:-1], token_S[1:])
-    return facts, {"moments": moments, **trainer.policy()}
+        trainer.engine.deepspeed(token_S[None], None, token_S[:-1], token_S[1:])
+    return facts, {"moments": moments, **trainer.engine.policy()}
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ def test_under_zero_3_too_embeddings_that_differ_are_not_tied(tmp_path: Path) ->
     expected = load_file(folder / "model.safetensors")
     engine = PolicyEngine(make_config(folder, learner={"zero_stage": 3}), folder)
     embedding, head = (
-        layer.weight for layer in (engine._model.causal_lm.get_input_embeddings(), engine._model.causal_lm.lm_head)
+        layer.weight for layer in (engine.model.causal_lm.get_input_embeddings(), engine.model.causal_lm.lm_head)
     )
     with engine._whole([embedding, head]):
         assert torch.equal(embedding, expected["model.embed_tokens.weight"])

@@ -33,13 +33,13 @@ def make_trainer(folder: Path, *, algorithm: dict[str, Any] | None = None, **lea
 
 
 def digest(trainer: Trainer) -> str:
-    weights = trainer.policy()
+    weights = trainer.engine.policy()
     return policy_digest((name, str(w.dtype), tuple(w.shape), w.numpy()) for name, w in weights.items())
 
 
 def test_before_training_the_policy_is_the_given_model_to_the_bit(folder: Path) -> None:
     initial = load_file(folder / "model.safetensors")
-    policy = make_trainer(folder).policy()
+    policy = make_trainer(folder).engine.policy()
     assert policy.keys() == initial.keys()
     assert all(torch.equal(policy[name], initial[name]) for name in initial)
 
@@ -48,7 +48,7 @@ def test_only_the_chosen_layers_change_and_by_a_product_of_the_rank(folder: Path
     initial = load_file(folder / "model.safetensors")
     trainer = make_trainer(folder)
     train(trainer, 1, make_rows(folder))
-    for name, weight in trainer.policy().items():
+    for name, weight in trainer.engine.policy().items():
         change = weight - initial[name]
         if name.rpartition(".weight")[0].rpartition(".")[2] in LORA["target_modules"]:
             assert torch.linalg.matrix_rank(change, rtol=1e-3) == LORA["rank"], name
@@ -59,10 +59,10 @@ def test_only_the_chosen_layers_change_and_by_a_product_of_the_rank(folder: Path
 def test_merging_is_what_peft_merges(folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(folder)
     train(trainer, 1, make_rows(folder))
-    trainer.export(tmp_path / "export")
+    trainer.engine.export(tmp_path / "export")
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     merged = PeftModel.from_pretrained(base, tmp_path / "export" / "adapter").merge_and_unload().state_dict()
-    for name, weight in trainer.policy().items():
+    for name, weight in trainer.engine.policy().items():
         assert torch.equal(weight, merged[name]), name
 
 
@@ -77,15 +77,17 @@ def test_experts_and_routers_get_adapters_and_what_is_given_out_is_what_is_train
     initial = load_file(folder / "model.safetensors")
     lora = {"lora": {**LORA, "target_modules": ["all-linear"]}}
     trainer = make_trainer(folder, **lora, **learner)
-    assert all(torch.equal(weight, initial[name]) for name, weight in trainer.policy().items())
+    assert all(torch.equal(weight, initial[name]) for name, weight in trainer.engine.policy().items())
     train(trainer, 1, make_rows(folder))
-    trainer.save(tmp_path / "checkpoint", {"moments": {}})
-    trainer.export(tmp_path / "export")
-    policy = trainer.policy()
+    trainer.engine.save(tmp_path / "checkpoint", {"moments": {}})
+    trainer.engine.export(tmp_path / "export")
+    policy = trainer.engine.policy()
     if "gradient_checkpointing" in learner:
         plain = make_trainer(folder, **lora)
         train(plain, 1, make_rows(folder))
-        assert all((weight - policy[name]).norm() < 1e-3 * weight.norm() for name, weight in plain.policy().items())
+        assert all(
+            (weight - policy[name]).norm() < 1e-3 * weight.norm() for name, weight in plain.engine.policy().items()
+        )
     assert policy.keys() == initial.keys()
     # An expert's gate_proj and up_proj are one matrix with an adapter of twice the rank.
     for name, rank in (("experts.3.down_proj", 4), ("experts.0.gate_proj", 8), ("gate", 4), ("experts.1.up_proj", 8)):
@@ -95,7 +97,7 @@ def test_experts_and_routers_get_adapters_and_what_is_given_out_is_what_is_train
     # The engines' log-probs would be those of the export, and the learner's are the same.
     rows = with_behavior(tmp_path / "export", make_rows(folder, step=2), 1.0, 0.0, np.random.default_rng(0))
     resumed = make_trainer(folder, **lora, **learner)
-    resumed.load(tmp_path / "checkpoint")
+    resumed.engine.load(tmp_path / "checkpoint")
     assert digest(resumed) == digest(trainer)
     assert train(trainer, 2, rows).metrics["sigma_token"] < tolerance
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -112,8 +114,8 @@ def test_giving_the_policy_out_changes_nothing_in_training(folder: Path, tmp_pat
         rows = make_rows(folder, step=step)
         train(quiet, step, rows)
         train(asked, step, rows)
-        asked.policy()
-        asked.export(tmp_path / "export")
+        asked.engine.policy()
+        asked.engine.export(tmp_path / "export")
     assert digest(quiet) == digest(asked)
 
 
@@ -125,9 +127,9 @@ def test_a_resumed_run_makes_the_same_bits_from_the_adapters_alone(
     whole, first = make_trainer(folder, zero_stage=zero_stage), make_trainer(folder, zero_stage=zero_stage)
     train(whole, 1, rows[0])
     train(first, 1, rows[0])
-    first.save(tmp_path / "checkpoint", {"moments": {}})
+    first.engine.save(tmp_path / "checkpoint", {"moments": {}})
     resumed = make_trainer(folder, zero_stage=zero_stage)
-    resumed.load(tmp_path / "checkpoint")
+    resumed.engine.load(tmp_path / "checkpoint")
     assert digest(resumed) == digest(first)
     for trainer in (whole, resumed):
         train(trainer, 2, rows[1])
@@ -159,7 +161,7 @@ def test_the_kl_term_compares_with_the_first_policy(folder: Path, tmp_path: Path
         train(trainer, 1, make_rows(folder, num_mini_batches=1, noise=0.0))
         if use_kl_loss:
             # The term has no gradient where the policy is the first one still.
-            trainer.export(tmp_path / "export")
+            trainer.engine.export(tmp_path / "export")
         losses[use_kl_loss] = train(trainer, 2, make_rows(folder, step=2, num_mini_batches=1)).metrics["loss"]
     expected = 0.5 * mean_k3(folder, tmp_path / "export", make_rows(folder, step=2, num_mini_batches=1))
     assert expected > 1e-3

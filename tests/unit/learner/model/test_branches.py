@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo.common.config.algorithm import AlgorithmConfig
+from gspo.common.config.teacher import TeacherConfig
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.attention import attend_to
 from gspo.learner.model.batch import StepBatch, rank_micro_batches
 from gspo.learner.model.network import PolicyModel, load_policy_model
-from gspo.learner.objective.step_loss import micro_batch_loss, step_targets
+from gspo.learner.objective.objective import Objective
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import answer_logp, make_config, row_of
 from tests.support.typed.gradients import backward
@@ -119,7 +120,9 @@ def trained(
     """The gradient of one optimizer step and, at its end, the loss; the work of every rank, one after another."""
     algorithm = AlgorithmConfig.model_validate(keys)
     batch = StepBatch.from_rows(rows, by_branch=algorithm.ratio_of == "branch")
-    targets = step_targets(algorithm, batch, batch.behavior_BT, None)
+    objective = Objective(algorithm, TeacherConfig())
+    targets = objective.targets(batch, {})
+    sizes = targets.sizes(torch.ones(len(batch), dtype=torch.bool))
     policy.zero_grad()
     loss = torch.zeros((), dtype=torch.float64)
     for rank in range(num_ranks):
@@ -127,16 +130,7 @@ def trained(
             batch, range(len(batch)), max_tokens, rank=rank, num_ranks=num_ranks, packing=packing
         ):
             logp_N, entropy_N = policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
-            part, _ = micro_batch_loss(
-                algorithm,
-                micro,
-                micro.spread(logp_N),
-                micro.spread(entropy_N),
-                targets,
-                num_sequences=len(batch),
-                num_tokens=int(batch.mask_BT.sum()),
-                num_turns=int(targets.turns_B.sum()),
-            )
+            part, _ = objective.loss(micro, micro.spread(logp_N), micro.spread(entropy_N), targets, sizes)
             backward(part)
             loss += part.detach()
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters()]

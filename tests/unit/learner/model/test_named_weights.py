@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_policy_has_the_names_of_a_checkpoint(tmp_path: Path, tied: bool) -> None:
     folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
-    policy = Trainer(make_config(folder, generation={"dtype": "bfloat16"}), folder).policy()
+    policy = Trainer(make_config(folder, generation={"dtype": "bfloat16"}), folder).engine.policy()
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     assert ("lm_head.weight" in policy) is not tied
     assert policy.keys() == expected.keys() - ({"lm_head.weight"} if tied else set())
@@ -39,7 +39,7 @@ def test_the_policy_has_the_names_of_a_checkpoint(tmp_path: Path, tied: bool) ->
 def test_a_mixture_s_experts_are_taken_apart_into_one_block(tmp_path: Path) -> None:
     """The loaded model has them in fewer, larger parameters; a second copy of them would be most of a policy."""
     folder = make_tiny_model(tmp_path / "model", num_experts=4)
-    policy = Trainer(make_config(folder), folder).policy()
+    policy = Trainer(make_config(folder), folder).engine.policy()
     expected = load_file(folder / "model.safetensors")
     assert any(".experts.3." in name for name in policy)
     assert policy.keys() == expected.keys()
@@ -51,10 +51,10 @@ def test_a_mixture_s_experts_are_taken_apart_into_one_block(tmp_path: Path) -> N
 
 def test_the_policy_is_a_copy(folder: Path) -> None:
     trainer = Trainer(make_config(folder, algorithm=GSPO), folder)
-    before = trainer.policy(is_reused=True)
+    before = trainer.engine.policy(is_reused=True)
     kept = {name: tensor.clone() for name, tensor in before.items()}
     train(trainer, 1, make_rows(folder))
-    after = trainer.policy(is_reused=True)
+    after = trainer.engine.policy(is_reused=True)
     assert all(torch.equal(kept[name], tensor) for name, tensor in before.items())
     assert any(not torch.equal(kept[name], tensor) for name, tensor in after.items())
 
@@ -73,11 +73,11 @@ def test_under_zero_3_the_policy_is_gathered_one_layer_at_a_time(
 
     monkeypatch.setattr(deepspeed.zero, "GatheredParameters", CountingGather)
     numels = Counter[str]()
-    for name, tensor in trainer.policy().items():
+    for name, tensor in trainer.engine.policy().items():
         numels[".".join(name.split(".")[:3])] += tensor.numel()
     embedding, layer = (numels[name] for name in ("model.embed_tokens.weight", "model.layers.0"))
     assert sorted(gathered) == sorted(numels.values())
-    trainer.export(tmp_path / "export")
+    trainer.engine.export(tmp_path / "export")
     train(trainer, 4, with_version(make_rows(folder, step=4), 2))
     train(trainer, 5, with_version(make_rows(folder, step=5), 3))
     assert max(gathered) == max(embedding, layer)

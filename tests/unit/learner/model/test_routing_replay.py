@@ -132,7 +132,7 @@ def in_branches(batch: StepBatch, row: int, of_rollout: Tensor) -> list[Tensor]:
 def step_experts(policy: PolicyModel, rows: list[Row], *, packing: bool, max_tokens: int) -> dict[int, Tensor]:
     """Each rollout's experts, recorded in micro-batches of this size."""
     batch, replay = StepBatch.from_rows(rows), RoutingReplay(Routers(policy.causal_lm), None, CPU)
-    replay.begin(batch)
+    replay.begin(1, batch)
     for micro in rank_micro_batches(batch, range(len(batch)), max_tokens, rank=0, num_ranks=1, packing=packing):
         with torch.no_grad(), replay.recording(micro):
             policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
@@ -164,7 +164,7 @@ def test_a_replay_gives_each_position_its_own_experts_back(folder: Path, policy:
     rows, lm = few_rows(folder), policy.causal_lm
     batch, routers = StepBatch.from_rows(rows), Routers(lm)
     replay = RoutingReplay(routers, None, CPU)
-    replay.begin(batch)
+    replay.begin(1, batch)
     cut: dict[str, Any] = {"rank": 0, "num_ranks": 1}
     with torch.no_grad():
         for micro in rank_micro_batches(batch, range(len(batch)), 64, packing=not packing, **cut):
@@ -172,7 +172,7 @@ def test_a_replay_gives_each_position_its_own_experts_back(folder: Path, policy:
                 policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
         move_routers(lm)
         (micro,) = rank_micro_batches(batch, range(len(batch)), 100_000, packing=packing, **cut)
-        with replay.replaying(micro):
+        with replay.around(micro):
             logp_N, _ = policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
         own_N, _ = policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
         logp_RT, own_RT = micro.spread(logp_N), micro.spread(own_N)
@@ -183,13 +183,14 @@ def test_a_replay_gives_each_position_its_own_experts_back(folder: Path, policy:
                 expected, _ = policy(alone.input_RS, None, alone.state_N, alone.target_N)
             torch.testing.assert_close(logp_RT[place][micro.mask_RT[place]], expected, rtol=1e-5, atol=1e-5)
     assert (logp_RT - own_RT).abs().max() > 0.1, "the routers did not move"
-    assert 0.5 < replay.take_stats()["experts_changed.sum"] / len(micro.state_N) <= 1
+    replay.end_update(0, "")
+    assert 0.5 < replay.end()["experts_changed.sum"] / len(micro.state_N) <= 1
 
 
 def weights_after(folder: Path, rows: list[Row], algorithm: dict[str, Any], **learner: Any) -> tuple[Any, Any]:
     config = make_config(folder, algorithm=algorithm, learner={"learning_rate": 1e-2, **learner})
     trainer = Trainer(config, folder)
-    return train(trainer, 1, rows).metrics, trainer.policy()
+    return train(trainer, 1, rows).metrics, trainer.engine.policy()
 
 
 def test_at_unchanged_weights_a_replay_changes_no_bit(folder: Path) -> None:
@@ -229,14 +230,14 @@ def test_routers_are_trained_also_after_their_choice_has_moved(folder: Path) -> 
     """In the last of four updates most tokens have replayed experts: its gradient reaches every router."""
     trainer = Trainer(make_config(folder, algorithm=REPLAY, learner={"learning_rate": 1e-2}), folder)
     norms: list[list[float]] = []
-    apply = trainer._apply
+    apply = trainer.engine.apply
 
     def noted(max_grad_norm: float) -> float:
-        gradients = [weight.grad for weight in routers_of(trainer._model)]
+        gradients = [weight.grad for weight in routers_of(trainer.engine.model)]
         norms.append([0.0 if gradient is None else float(gradient.norm()) for gradient in gradients])
         return apply(max_grad_norm)
 
-    trainer._apply = noted  # type: ignore[method-assign]
+    trainer.engine.apply = noted  # type: ignore[method-assign]
     assert train(trainer, 1, few_rows(folder)).metrics["experts_changed"] > 0.3
     assert len(norms) == 4 and all(norm > 1e-4 for of_update in norms for norm in of_update)
 

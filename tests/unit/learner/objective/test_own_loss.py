@@ -55,8 +55,8 @@ def test_gspo_written_again_trains_the_same_weights_to_the_bit(folder: Path) -> 
     rows = make_rows(folder)
     built_in, written = (Trainer(make_config(folder, algorithm=keys), folder) for keys in ({}, own("gspo")))
     expected, seen = (train(trainer, 1, rows).metrics for trainer in (built_in, written))
-    weights = written.policy()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in built_in.policy().items())
+    weights = written.engine.policy()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in built_in.engine.policy().items())
     assert (seen["loss"], seen["log_ratio_std"], seen["k3"]) == pytest.approx(
         (expected["loss"], expected["log_ratio_std"], expected["k3"])
     )
@@ -81,9 +81,9 @@ def test_rollouts_without_an_advantage_may_have_a_gradient(folder: Path, tmp_pat
     path = tmp_path / "imitate.py"
     path.write_text("def loss(batch):\n    return -batch.logp_BT\n")
     trainer = Trainer(make_config(folder, algorithm=own("loss", path)), folder)
-    before = trainer.policy()
+    before = trainer.engine.policy()
     train(trainer, 1, [replace(row, advantage=0.0) for row in make_rows(folder)])
-    assert not any(torch.equal(before[name], tensor) for name, tensor in trainer.policy().items())
+    assert not any(torch.equal(before[name], tensor) for name, tensor in trainer.engine.policy().items())
 
 
 def test_a_function_without_memory_is_not_wrong(tmp_path: Path) -> None:

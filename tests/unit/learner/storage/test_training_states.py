@@ -26,14 +26,14 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 def test_a_step_between_copy_and_write_changes_nothing_of_a_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
     """The states that come back train the same step to the same bits, so the moments are those of the copy too."""
     model = Path(trainer._config.model.path)
-    copied, write = trainer.policy(), trainer.begin_save(tmp_path, {"of": 1})
+    copied, write = trainer.engine.policy(), trainer.engine.begin_save(tmp_path, {"of": 1})
     train(trainer, 2, make_rows(model, step=2))
-    trained = trainer.policy()
+    trained = trainer.engine.policy()
     write()
-    assert trainer.load(tmp_path) == {"of": 1}
-    assert_equal(trainer.policy(), copied)
+    assert trainer.engine.load(tmp_path) == {"of": 1}
+    assert_equal(trainer.engine.policy(), copied)
     train(trainer, 2, make_rows(model, step=2))
-    assert_equal(trainer.policy(), trained)
+    assert_equal(trainer.engine.policy(), trained)
     assert any(not torch.equal(copied[name], tensor) for name, tensor in trained.items())
 
 
@@ -46,9 +46,9 @@ def assert_equal(present: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 def test_the_umask_says_who_may_read_checkpoints_and_exports(trainer: Trainer, tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        trainer.save(tmp_path / "whole", {})
-        trainer.begin_save(tmp_path / "beside", {})()
-        trainer.export(tmp_path / "export")
+        trainer.engine.save(tmp_path / "whole", {})
+        trainer.engine.begin_save(tmp_path / "beside", {})()
+        trainer.engine.export(tmp_path / "export")
     finally:
         os.umask(before)
     modes = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode for path in tmp_path.rglob("*.safetensors")}
@@ -64,7 +64,7 @@ def test_a_checkpoint_in_deepspeed_s_form_is_refused_with_the_fix(trainer: Train
     torch.save({"module": {}}, tmp_path / "engine" / "mp_rank_00_model_states.pt")
     (tmp_path / "caller.json").write_text(json.dumps({"num_ranks": 1, "caller": {}}))
     with pytest.raises(InputError) as caught:
-        trainer.load(tmp_path)
+        trainer.engine.load(tmp_path)
     assert caught.value.where == str(tmp_path)
     assert "another version of gspo wrote this checkpoint" in caught.value.rule
     assert "Resume with that version" in caught.value.fix

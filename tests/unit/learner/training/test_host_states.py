@@ -60,13 +60,13 @@ def _with_own_memory(load: Any) -> Any:
 
 def start(folder: Path, learner: dict[str, Any]) -> tuple[Trainer, HostStates]:
     trainer = Trainer(make_config(folder, algorithm={"use_kl_loss": True}, learner=learner), folder)
-    return trainer, HostStates([trainer._engine, trainer._reference_model], trainer._device)
+    return trainer, HostStates([trainer.engine.deepspeed, trainer.engine._reference_model], trainer.engine.device)
 
 
 def policy_after(trainer: Trainer, folder: Path, steps: range) -> dict[str, Tensor]:
     for step in steps:
         train(trainer, step, make_rows(folder, step=step, num_mini_batches=2))
-    return trainer.policy()
+    return trainer.engine.policy()
 
 
 def storages() -> dict[int, Tensor]:
@@ -93,7 +93,7 @@ def test_training_goes_on_to_the_bit_and_nothing_stays_on_the_device(folder: Pat
         assert not [tensor for tensor in others if tensor.is_floating_point() and tensor.numel() > 1]
         states.move_to_device()
         train(trainer, step, make_rows(folder, step=step, num_mini_batches=2))
-    assert_same(trainer.policy(), expected)
+    assert_same(trainer.engine.policy(), expected)
 
 
 def test_a_second_move_in_the_same_direction_changes_nothing(folder: Path) -> None:
@@ -104,12 +104,12 @@ def test_a_second_move_in_the_same_direction_changes_nothing(folder: Path) -> No
     assert states.move_to_host() == 0
     states.move_to_device()
     states.move_to_device()
-    assert_same(trainer.policy(), before)
+    assert_same(trainer.engine.policy(), before)
 
 
 def test_tied_weights_and_views_of_flat_buffers_are_still_one(folder: Path) -> None:
     trainer, states = start(folder, {"zero_stage": 2})
-    model = trainer._model.causal_lm
+    model = trainer.engine.model.causal_lm
     before = {name: parameter.untyped_storage()._cdata for name, parameter in model.named_parameters()}
     assert len(set(before.values())) < len(before), "nothing is a view here"
     states.move_to_host()

@@ -52,7 +52,7 @@ class SmallDevice:
     def start(self, config: Config, model: Path, run_dir: Path) -> RankZero:
         """The trainer on this device, in a new process."""
         ranks, self._num_seen, self._is_full = RankZero(config, model, run_dir), 0, False
-        policy = ranks._trainer._model
+        policy = ranks._trainer.engine.model
         policy.register_forward_pre_hook(self._forward)
         policy.register_forward_hook(self._hook_backward)
         return ranks
@@ -110,7 +110,7 @@ def test_a_step_is_made_again_from_the_state_before_it_with_half_the_micro_batch
     train(plain, 1, rows[1])
     small = replace(configured_hyperparameters(config, 2), micro_batch_tokens=115)
     plain.train(2, rows[2], (), small)
-    assert version.digest == weights_from(2, plain.policy()).digest
+    assert version.digest == weights_from(2, plain.engine.policy()).digest
     with RunDir(path) as run:
         recorded = [run.versions[step].hyperparameters for step in (1, 2)]
     assert recorded == [asdict(configured_hyperparameters(config, 1)), asdict(small)]

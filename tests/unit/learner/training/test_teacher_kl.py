@@ -39,7 +39,7 @@ def start(policy: Path, teacher: Path, *, learner: dict[str, Any] | None = None,
 
 
 def digest(trainer: Trainer) -> str:
-    weights = trainer.policy()
+    weights = trainer.engine.policy()
     return policy_digest((name, str(w.dtype), tuple(w.shape), w.numpy()) for name, w in weights.items())
 
 
@@ -70,9 +70,9 @@ def test_a_larger_teacher_pulls_the_policy_and_stays_as_it_is(
     losses = [train(trainer, step, rows).metrics["loss"] for step in (1, 2, 3)]
     assert digest(trainer) != before
     assert losses[-1] < 0.97 * losses[0] or kl_in == "advantage"
-    assert trainer._teacher is not None
+    assert trainer.engine.teacher is not None
     expected = dict(AutoModelForCausalLM.from_pretrained(larger, dtype=torch.float32).named_parameters())
-    for name, weight in trainer._teacher.model.causal_lm.named_parameters():
+    for name, weight in trainer.engine.teacher.model.causal_lm.named_parameters():
         assert torch.equal(weight.float(), expected[name].to(weight.dtype).float()), name
         assert not weight.requires_grad and weight.grad is None
         assert (weight.dtype == torch.bfloat16) == ("proj" in name and learner.get("dtype") == "bfloat16")

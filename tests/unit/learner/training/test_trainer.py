@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digest(trainer: Trainer) -> str:
-    weights = trainer.policy()
+    weights = trainer.engine.policy()
     return policy_digest((name, str(w.dtype), tuple(w.shape), w.numpy()) for name, w in weights.items())
 
 
@@ -70,7 +70,7 @@ class PlainLoop:
 
 
 def assert_same_weights(trainer: Trainer, expected: Mapping[str, torch.Tensor], tolerance: float = 1e-5) -> None:
-    weights = trainer.policy()
+    weights = trainer.engine.policy()
     for name, tensor in weights.items():
         difference = (tensor - expected[name].detach()).norm() / expected[name].detach().norm()
         assert difference < tolerance, (name, float(difference))
@@ -125,7 +125,7 @@ def test_token_records_are_of_the_weights_before_the_update_and_change_nothing(f
     silent = Trainer(make_config(folder, algorithm=algorithm, learner=keys), folder)
     records = {(record.group, record.number): record for record in train(recording, 1, rows).tokens}
     assert train(silent, 1, rows).tokens == ()
-    assert_same_weights(recording, silent.policy())
+    assert_same_weights(recording, silent.engine.policy())
     assert set(records) == {(row.group, row.number) for row in rows}
     for row in rows:
         record = records[row.group, row.number]
@@ -154,7 +154,7 @@ def test_the_cut_into_micro_batches_changes_nothing(folder: Path) -> None:
         trainers.append(Trainer(config, folder))
     losses = [train(trainer, 1, rows).metrics["loss"] for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-7)
-    assert_same_weights(trainers[0], trainers[1].policy())
+    assert_same_weights(trainers[0], trainers[1].engine.policy())
 
 
 def test_skipped_rows_are_absent_and_not_zero(folder: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_step_of_which_nothing_is_applied_says_so_and_changes_nothing(folder: 
 
 def gradient(trainer: Trainer) -> torch.Tensor:
     """All of the first optimizer step's gradient: AdamW's first moment is a tenth of it."""
-    optimizer = trainer._engine.optimizer
+    optimizer = trainer.engine.deepspeed.optimizer
     return torch.cat(
         [optimizer.state[p]["exp_avg"].flatten() for group in optimizer.param_groups for p in group["params"]]
     )
@@ -320,9 +320,9 @@ def test_a_resumed_run_makes_the_same_bits(folder: Path, tmp_path: Path, dtype: 
         train(through, step, rows[step])
     first = Trainer(config, folder)
     train(first, 1, rows[1])
-    first.save(tmp_path / "checkpoint", {"moments": {"count": 4, "mean": 0.25}})
+    first.engine.save(tmp_path / "checkpoint", {"moments": {"count": 4, "mean": 0.25}})
     second = Trainer(config, folder)
-    assert second.load(tmp_path / "checkpoint") == {"moments": {"count": 4, "mean": 0.25}}
+    assert second.engine.load(tmp_path / "checkpoint") == {"moments": {"count": 4, "mean": 0.25}}
     assert digest(second) == digest(first) != digest(through)
     for step in (2, 3):
         train(second, step, rows[step])
@@ -335,10 +335,10 @@ def test_what_may_change_on_resume_takes_effect_on_resume(folder: Path, tmp_path
     stage = {"zero_stage": zero_stage}
     first = Trainer(make_config(folder, algorithm=GSPO, learner={**stage, "max_grad_norm": 1e-3}), folder)
     train(first, 1, make_rows(folder))
-    first.save(tmp_path / "checkpoint", {})
+    first.engine.save(tmp_path / "checkpoint", {})
     changed = {"learning_rate": 5e-4, "weight_decay": 10.0, "max_grad_norm": 0.5}
     resumed = Trainer(make_config(folder, algorithm=GSPO, learner={**stage, **changed}), folder)
-    resumed.load(tmp_path / "checkpoint")
+    resumed.engine.load(tmp_path / "checkpoint")
     train(resumed, 2, make_rows(folder, step=2))
     plain = PlainLoop(folder, max_grad_norm=1e-3)
     plain.train(make_rows(folder))
@@ -353,13 +353,13 @@ def test_a_rank_syncs_no_file_that_another_one_has_begun(folder: Path, tmp_path:
     """safetensors renames a file once it is written: between a listing and the sync its name may go."""
     (tmp_path / ".tmpOfAnother").symlink_to(tmp_path / "gone")
     trainer = Trainer(make_config(folder, algorithm=GSPO), folder)
-    trainer.save(tmp_path, {"whole": True})
-    assert Trainer(make_config(folder, algorithm=GSPO), folder).load(tmp_path) == {"whole": True}
+    trainer.engine.save(tmp_path, {"whole": True})
+    assert Trainer(make_config(folder, algorithm=GSPO), folder).engine.load(tmp_path) == {"whole": True}
 
 
 def test_without_a_checkpoint_there_is_nothing_to_load(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        Trainer(make_config(folder), folder).load(tmp_path)
+        Trainer(make_config(folder), folder).engine.load(tmp_path)
 
 
 def test_an_export_loads_like_any_model(folder: Path, tmp_path: Path) -> None:
@@ -367,9 +367,9 @@ def test_an_export_loads_like_any_model(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "old").touch()
     train(trainer, 1, make_rows(folder))
-    trainer.export(tmp_path / "export")
+    trainer.engine.export(tmp_path / "export")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in trainer.policy().items())
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in trainer.engine.policy().items())
     messages = [{"role": "user", "content": "1+1="}]
     original, written = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path / "export")
     assert written.apply_chat_template(messages) == original.apply_chat_template(messages)
@@ -468,7 +468,7 @@ def test_masked_by_the_correction_means_absent(folder: Path) -> None:
     train(masked, 1, off)
     without = Trainer(make_config(folder, algorithm={**GSPO, "old_logprobs": "recompute"}), folder)
     train(without, 1, [replace(row, skipped="stale", mini_batch=-1) if row.number == 0 else row for row in rows])
-    assert_same_weights(masked, without.policy())
+    assert_same_weights(masked, without.engine.policy())
 
 
 def test_a_token_masked_by_the_correction_is_absent_too(folder: Path) -> None:
@@ -484,7 +484,7 @@ def test_a_token_masked_by_the_correction_is_absent_too(folder: Path) -> None:
     expected = train(
         without, 1, [replace(row, mask=row.mask & ~at) for row, at in zip(rows, first, strict=True)]
     ).metrics
-    assert_same_weights(masked, without.policy(), tolerance=1e-4)
+    assert_same_weights(masked, without.engine.policy(), tolerance=1e-4)
     assert (figures["tokens"], figures["sequences"]) == (expected["tokens"], expected["sequences"])
     assert figures["skipped_tokens_behavior"] == len(rows)
     assert figures["behavior_outside"] == pytest.approx(len(rows) / (len(rows) + figures["tokens"]))
@@ -518,7 +518,7 @@ def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
         config = make_config(folder, algorithm=GSPO, learner={"gradient_checkpointing": checkpointing})
         trainers.append(Trainer(config, folder))
         train(trainers[-1], 1, rows)
-    assert_same_weights(trainers[0], trainers[1].policy())
+    assert_same_weights(trainers[0], trainers[1].engine.policy())
 
 
 @pytest.mark.parametrize(
@@ -567,7 +567,7 @@ def test_compiled_layers_make_the_same_steps(folder: Path) -> None:
         trainer = Trainer(config, folder)
         rows = make_rows(folder)
         steps = [train(trainer, 1, rows).metrics, train(trainer, 2, with_version(rows[:5], 1)).metrics]
-        results.append((steps, trainer.policy()))
+        results.append((steps, trainer.engine.policy()))
     (plain, weights), *compiled = results
     for steps, own in compiled:
         for expected, figures in zip(plain, steps, strict=True):

@@ -11,8 +11,7 @@ import torch
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.teacher import TeacherConfig
 from gspo.learner.model.batch import StepBatch, rank_micro_batches
-from gspo.learner.objective.step_loss import has_gradient, micro_batch_loss, step_targets
-from gspo.learner.objective.teacher_kl import TeacherKl
+from gspo.learner.objective.objective import OLD, REFERENCE, TEACHER, Objective, StepTargets
 from tests.support.training.numpy_reference import (
     advantages,
     behavior_weight,
@@ -114,7 +113,7 @@ def test_loss_and_gradient_are_those_of_the_formulas_with_these_keys(keys: dict[
     assert not gradient[~kept].any()
     # The rollouts without a backward pass are exactly those that have no gradient but for the clip.
     moves = (slope != 0).any(1)
-    assert not (moves & ~has_gradient(algorithm, targets).numpy()).any()
+    assert not (moves & ~targets.moving_B.numpy()).any()
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "token-mean"])
@@ -126,20 +125,13 @@ def test_the_entropy_bonus_is_aggregated_like_the_loss_and_lifts_every_counted_t
     losses = {}
     for coef in (0.0, 0.3):
         algorithm = AlgorithmConfig.model_validate({"entropy_coef": coef, "loss_agg_mode": mode})
-        targets = step_targets(algorithm, batch, batch.behavior_BT, None)
-        assert bool(has_gradient(algorithm, targets).all()) == (coef > 0)  # one advantage is 0
+        objective = objective_of(algorithm)
+        targets = objective.targets(batch, {})
+        assert bool(targets.moving_B.all()) == (coef > 0)  # one advantage is 0
         (micro,) = rank_micro_batches(batch, range(len(batch)), 1000, rank=0, num_ranks=1, packing=True)
-        num_tokens = int(batch.mask_BT.sum())
-        losses[coef], _ = micro_batch_loss(
-            algorithm,
-            micro,
-            micro.take(batch.behavior_BT),
-            micro.take(entropy_BT),
-            targets,
-            num_sequences=len(batch),
-            num_tokens=num_tokens,
-            num_turns=len(batch),
-        )
+        sizes = {"num_sequences": len(batch), "num_tokens": int(batch.mask_BT.sum()), "num_turns": len(batch)}
+        logp_RT, entropy_RT = micro.take(batch.behavior_BT), micro.take(entropy_BT)
+        losses[coef], _ = objective.loss(micro, logp_RT, entropy_RT, targets, sizes)
     assert not losses[0.0].requires_grad
     expected = -0.3 * (each * entropy_BT.detach().numpy()).sum()
     assert float((losses[0.3] - losses[0.0]).detach()) == pytest.approx(expected, rel=1e-5)
@@ -153,34 +145,32 @@ def test_the_penalties_of_reference_and_teacher_add_up() -> None:
     batch = random_batch(rng)
     old, ref, taught = (rng.normal(-1.5, 0.3, batch.mask_BT.shape) for _ in range(3))
     algorithm = AlgorithmConfig.model_validate({**REINFORCE, "add_token_level_kl": True, "kl_coef": 0.3})
-    teacher = TeacherKl(TeacherConfig(path="larger", coef=0.5), torch.tensor(taught))
-    targets = step_targets(algorithm, batch, torch.tensor(old), torch.tensor(ref), teacher)
+    objective = Objective(algorithm, TeacherConfig(path="larger", coef=0.5))
+    columns = {OLD: old, REFERENCE: ref, TEACHER: taught}
+    targets = objective.targets(batch, {name: torch.tensor(logp) for name, logp in columns.items()})
     penalty = 0.3 * (old - ref) + 0.5 * (old - taught)
     rewards = np.array([row.advantage for row in batch.rows])
     expected = advantages(rewards, batch.mask_BT.numpy(), penalty, gamma=1.0, whiten=False, clip=None)
     np.testing.assert_allclose(targets.advantage_BT.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+def objective_of(algorithm: AlgorithmConfig) -> Objective:
+    return Objective(algorithm, TeacherConfig())
+
+
 def in_parts(
     algorithm: AlgorithmConfig, batch: StepBatch, logp: Any, old: Any, ref: Any
-) -> tuple[torch.Tensor, Any, Any]:
+) -> tuple[torch.Tensor, Any, StepTargets]:
     """Loss, gradient and targets as the learner makes them, in micro-batches of a few rollouts."""
     logp_BT = torch.tensor(logp, requires_grad=True)
-    targets = step_targets(algorithm, batch, torch.tensor(old), None if ref is None else torch.tensor(ref))
-    num_sequences, num_tokens = int(targets.mask_BT.any(-1).sum()), int(targets.mask_BT.sum())
+    objective = objective_of(algorithm)
+    columns = {OLD: torch.tensor(old)} | ({} if ref is None else {REFERENCE: torch.tensor(ref)})
+    targets = objective.targets(batch, columns)
+    sizes = targets.sizes(torch.ones(len(batch), dtype=torch.bool))
     total = torch.zeros((), dtype=torch.float64)
     for micro in rank_micro_batches(batch, range(len(batch)), 24, rank=0, num_ranks=1, packing=True):
         logp_RT = micro.take(logp_BT)
-        part, _ = micro_batch_loss(
-            algorithm,
-            micro,
-            logp_RT,
-            torch.zeros_like(logp_RT),
-            targets,
-            num_sequences=num_sequences,
-            num_tokens=num_tokens,
-            num_turns=int(targets.turns_B[targets.mask_BT.any(-1)].sum()),
-        )
+        part, _ = objective.loss(micro, logp_RT, torch.zeros_like(logp_RT), targets, sizes)
         total = total + part
     backward(total)
     assert logp_BT.grad is not None
