@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +47,13 @@ from gspo.learner.push.host_copies import HostCopies, lock_no_more_than_needed
 from gspo.learner.ranks.launcher import cores_per_rank, num_local_ranks
 from gspo.learner.ranks.process_group import join, set_deadlines, sum_over_ranks
 from gspo.learner.ranks.sequence_ranks import SequenceRanks
-from gspo.learner.storage.checkpoint_parts import RankPart
+from gspo.learner.storage.checkpoint_parts import RankPart, wait_for_parts
 from gspo.learner.storage.training_states import StatesFile, WeightRange, WrittenStates, copy_shares
 from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import own_fraction
 from gspo.learner.training.host_states import HostStates
 from gspo.learner.training.rank_cards import gather_cards
-from gspo.learner.training.trainer_api import Hyperparameters
+from gspo.learner.training.trainer_api import Hyperparameters, WriteCheckpoint
 
 # DeepSpeed's configuration of a frozen model, where its weights are spread.
 _FROZEN = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -127,7 +126,7 @@ class PolicyEngine:
             self.model.adapters,
             whole=self._whole,
             kept=self.rank == 0,
-            is_reused=is_reused,
+            is_reused=is_reused and self.rank == 0,
         )
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
@@ -141,15 +140,23 @@ class PolicyEngine:
         self._write_caller(folder, state)
         distributed.barrier()
 
-    def begin_save(self, folder: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+    def begin_save(self, folder: Path, state: Mapping[str, Any]) -> WriteCheckpoint:
         """Copy this rank's part of a checkpoint to host memory; otherwise as `save`.
 
         Returns:
-            Writes the part, in any thread and beside training; after an error it may be called again.
+            Writes the part, in any thread and beside training; after an error it may be called again. On rank zero it
+            also waits for the parts of the others.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._write_caller(folder, state)
-        return partial(RankPart(self.rank, self._copied_files()).write, folder)
+        part, timeout_s = RankPart(self.rank, self._copied_files()), self._config.learner.rank_timeout_s
+
+        def write(is_given_up: Callable[[], bool]) -> None:
+            part.write(folder)
+            if self.rank == 0:
+                wait_for_parts(folder, self.num_ranks, timeout_s, is_given_up)
+
+        return write
 
     def _copied_files(self) -> Iterator[StatesFile]:
         # Under LoRA the frozen weights are in the model folder.

@@ -84,7 +84,7 @@ class Hyperparameters:
 
 
 class TrainerApi(Protocol):
-    """The calls of rank_control.RankZero and trainer.Trainer, which say what each does."""
+    """The calls of a learner's trainer, which every rank makes; trainer.py and policy_engine.py say what each does."""
 
     @property
     def has_other_ranks(self) -> bool:

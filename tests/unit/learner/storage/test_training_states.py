@@ -29,7 +29,7 @@ def test_a_step_between_copy_and_write_changes_nothing_of_a_checkpoint(trainer: 
     copied, write = trainer.engine.policy(), trainer.engine.begin_save(tmp_path, {"of": 1})
     train(trainer, 2, make_rows(model, step=2))
     trained = trainer.engine.policy()
-    write()
+    write(lambda: False)
     assert trainer.engine.load(tmp_path) == {"of": 1}
     assert_equal(trainer.engine.policy(), copied)
     train(trainer, 2, make_rows(model, step=2))
@@ -47,7 +47,7 @@ def test_the_umask_says_who_may_read_checkpoints_and_exports(trainer: Trainer, t
     before = os.umask(umask)
     try:
         trainer.engine.save(tmp_path / "whole", {})
-        trainer.engine.begin_save(tmp_path / "beside", {})()
+        trainer.engine.begin_save(tmp_path / "beside", {})(lambda: False)
         trainer.engine.export(tmp_path / "export")
     finally:
         os.umask(before)
