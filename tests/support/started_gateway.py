@@ -18,10 +18,10 @@ from gspo.common.network.http_server import HttpServer
 from gspo.common.service.app import Service
 from gspo.common.service.health import HealthProbes
 from gspo.common.streams.instances import Instance, Registration
+from gspo.environments.function_environment import FunctionEnvironment
 from gspo.gateway.app import startup
 from gspo.generation.engine.api import Completion, EngineSampling, Tokens
 from gspo.generation.rollout.driver import RolloutDriver
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
 from gspo_proto import generation_pb2_grpc
@@ -103,7 +103,10 @@ class Gateway:
 @asynccontextmanager
 async def started_generator(service: Service, shared: SharedEngine, name: str) -> AsyncIterator[Generator]:
     driver = RolloutDriver(
-        shared.engine, TOKENIZER, service.config.generation, Episodes(EnvironmentClient(service), TOKENIZER)
+        shared.engine,
+        TOKENIZER,
+        service.config.generation,
+        Episodes(FunctionEnvironment(service), TOKENIZER),
     )
     servicer = GenerationGrpcServicer(service, shared.engine, shared.copies, driver, IdleLoop())  # type: ignore[arg-type]
     api = GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server))

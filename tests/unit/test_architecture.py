@@ -17,7 +17,7 @@ import pytest
 from tests.support.repository.source_files import ROOT, fail_with, nodes, text_of
 
 SOURCES = ROOT / "services"
-SERVICES = ("agents", "coordinator", "gateway", "generation", "learner", "mcp_servers", "reward", "tracking", "view")
+SERVICES = ("agents", "coordinator", "environments", "gateway", "generation", "learner", "reward", "tracking", "view")
 # Packages that every service may import.
 SHARED = ("common", "runlog")
 # Of these, the ones that each of the two may import.
@@ -26,8 +26,10 @@ BELOW: dict[str, tuple[str, ...]] = {"common": (), "runlog": ("common",)}
 ANYWHERE = ("gspo.agents.player", "gspo.agents.worker")
 # Agents and MCP servers of a run have the launcher of the reward service's sandboxes, with a profile of their own.
 LAUNCHER = "gspo.reward.sandbox"
-# The coordinator lists the tools of MCP servers, generators call them.
-MCP_SERVERS = "gspo.mcp_servers"
+# Generators play the episodes of environments, the reward service tries one, the coordinator lists the tools of MCP.
+ENVIRONMENTS = "gspo.environments"
+# It alone may import the package mcp.
+MCP_FOLDER = "services/gspo/environments/mcp/"
 # The page of a run, which the command line serves.
 PAGE = "gspo.view"
 # The one file that may import DeepSpeed.
@@ -42,7 +44,7 @@ WITHOUT_TORCH = (
     "services/gspo/agents",
     "services/gspo/common",
     "services/gspo/coordinator",
-    "services/gspo/mcp_servers",
+    "services/gspo/environments",
     "services/gspo/reward",
     "services/gspo/tracking",
     "services/gspo/runlog",
@@ -56,7 +58,7 @@ TORCH = ("torch", "gspo_core")
 OWNERS = {
     ("vllm",): ("services/gspo/generation/", "services/gspo/gateway/"),
     ("deepspeed",): (DEEPSPEED_FILE,),
-    ("mcp", "mcp_types"): ("services/gspo/mcp_servers/",),
+    ("mcp", "mcp_types"): (MCP_FOLDER,),
     ("tensorboardX", "wandb"): ("services/gspo/tracking/",),
 }
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -128,8 +130,8 @@ def _foreign_services(path: str, imported: dict[str, int]) -> Iterator[Break]:
         elif _module(path).startswith(ANYWHERE) and name.startswith("gspo") and not name.startswith(ANYWHERE):
             yield line, f"imports {name}: a program for any machine needs the standard library and httpx alone"
         elif (
-            (service in ("agents", "mcp_servers") and name.startswith(LAUNCHER))
-            or (service in ("coordinator", "generation") and name.startswith(MCP_SERVERS))
+            (path.startswith(("services/gspo/agents/", MCP_FOLDER)) and name.startswith(LAUNCHER))
+            or (service in ("coordinator", "generation", "reward") and name.startswith(ENVIRONMENTS))
             or (service == "cli" and name.startswith((*ANYWHERE, PAGE)))
         ):
             continue
@@ -254,7 +256,11 @@ def test_exactly_one_file_imports_deepspeed() -> None:
         ("services/gspo/cli/run/training.py", "from gspo_core.loss import policy_loss", "imports gspo_core"),
         ("services/gspo/coordinator/loop.py", "import torch", "imports torch"),
         ("services/gspo/generation/loop.py", "from mcp import Client", "imports mcp outside"),
-        ("services/gspo/learner/loop.py", "from gspo.mcp_servers.tool_listing import listed_tools", "another service"),
+        (
+            "services/gspo/learner/loop.py",
+            "from gspo.environments.mcp.tool_listing import listed_tools",
+            "another service",
+        ),
         ("services/gspo/reward/scoring/scorer.py", "from gspo_core import loss", "imports gspo_core"),
         ("services/gspo/learner/push/policy_weights.py", "from vllm import LLM", "imports vllm outside"),
         ("services/gspo/runlog/run_log.py", "from gspo.learner.assembly.rows import Row", "another service"),
@@ -299,8 +305,8 @@ def test_a_rule_fails_when_it_is_broken(path: str, source: str, said: str) -> No
         ("services/gspo/learner/loop.py", "from gspo_core.loss import policy_loss\nfrom gspo.common import metrics"),
         ("services/gspo/learner/storage/step_log.py", "from gspo.runlog.step_files import step_files"),
         ("services/gspo/coordinator/http_api.py", "from fastapi import FastAPI"),
-        ("services/gspo/coordinator/app.py", "from gspo.mcp_servers.tool_listing import with_listed_tools"),
-        ("services/gspo/mcp_servers/server_program.py", "from gspo.reward.sandbox.inside import scratch"),
+        ("services/gspo/coordinator/app.py", "from gspo.environments.mcp.tool_listing import with_listed_tools"),
+        ("services/gspo/environments/mcp/server_program.py", "from gspo.reward.sandbox.inside import scratch"),
         ("services/gspo/reward/http_api/routes.py", "from fastapi import FastAPI"),
         (TORCH_PROGRAM, "import torch\nfrom transformers import AutoTokenizer"),
         (TORCH_MODULE, "import torch"),
@@ -334,7 +340,7 @@ def _import_all(*packages: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_common_coordinator_reward_and_cli_import_without_torch() -> None:
-    done = _import_all("gspo.common", "gspo.coordinator", "gspo.mcp_servers", "gspo.reward", "gspo.cli")
+    done = _import_all("gspo.common", "gspo.coordinator", "gspo.environments", "gspo.reward", "gspo.cli")
     assert done.returncode == 0, done.stderr
 
 

@@ -22,6 +22,7 @@ from gspo.coordinator.loop import Coordinator
 from gspo.coordinator.page.page_access import PageAccess
 from gspo.coordinator.page.page_api import PagePassage
 from gspo.coordinator.page.page_process import PageProcess
+from gspo.environments.mcp.tool_listing import with_listed_tools
 from gspo.runlog.run_log import RunLog
 
 # A stop with its reason, or a view to open.
@@ -49,11 +50,8 @@ async def startup(service: Service) -> AsyncIterator[App]:
     passage = BoundedBodies(PagePassage(page), MAX_BODY_BYTES)
     is_tls = service.config.services.tls.is_on
     service.http_api = PageAccess(api, passage, service.options.token, is_tls=is_tls)
-    if any(source.environment.mcp.used for source in service.config.sources):
-        from gspo.mcp_servers.tool_listing import with_listed_tools  # here: the package mcp takes a second to import
-
-        service.activity.set("busy", "listing the tools of MCP servers")
-        service.config = await with_listed_tools(service.config, is_patient=True)
+    service.activity.set("busy", "listing the tools of MCP servers")
+    service.config = await with_listed_tools(service.config, is_patient=True)
     training, held_out = await asyncio.to_thread(_read_prompts, service)
     facts: Callable[[], dict[str, Any]] = dict
     scheduler = views.scheduler = EvaluationScheduler(service, held_out)

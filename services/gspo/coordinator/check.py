@@ -15,6 +15,7 @@ from gspo.common.model.memory_needs import check_answers_fit, check_fits, coordi
 from gspo.common.model.template_trial import check_chat_template
 from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
+from gspo.environments.mcp.tool_listing import with_listed_tools
 
 _MEMORY = "the coordinator's memory"
 
@@ -26,10 +27,7 @@ def check(config: Config) -> None:
         InputError: Prompts or tokenizer cannot be used, or the groups of a batch do not fit into memory.
     """
     check_fits(config, coordinator_bytes(config), free_memory(), _MEMORY)
-    if any(source.environment.mcp.used for source in config.sources):
-        from gspo.mcp_servers.tool_listing import with_listed_tools  # here: the package mcp takes a second to import
-
-        config = asyncio.run(with_listed_tools(config))
+    config = asyncio.run(with_listed_tools(config))
     check_chat_template(model_folder(config.model))
     tokenizer = load_tokenizer(config.model)
     training = training_prompts(config, tokenizer)

@@ -15,15 +15,16 @@ from gspo.common.host.machine import engine_cards
 from gspo.common.model.files import model_folder
 from gspo.common.network.grpc_server import GrpcApi
 from gspo.common.service.app import App, Service, run_app
+from gspo.environments.environment import Environment
+from gspo.environments.function_environment import FunctionEnvironment
+from gspo.environments.server_environment import environments_on_servers
 from gspo.generation.cards import cards_of
 from gspo.generation.check import check
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.loop import GenerationLoop
 from gspo.generation.rollout.driver import RolloutDriver
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
-from gspo.generation.rollout.remote_environment import RemoteEnvironments
 from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
 from gspo_proto import generation_pb2_grpc
 
@@ -56,12 +57,11 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
         # The engine's processes import, load the model and answer a first request before it returns.
         activity.set("busy", "starting vLLM", "and loading the model into it")
         engine = await start_engine(config, folder)
-        remotes = RemoteEnvironments(config.sources, config.reward)
         try:
             cards = await asyncio.to_thread(engine_cards, config.generation.engine)
-            yield _app(service, folder, engine, copies, cards, remotes)
+            async with environments_on_servers(config.sources, config.reward) as on_servers:
+                yield _app(service, folder, engine, copies, cards, on_servers)
         finally:
-            await remotes.aclose()
             await engine.stop()
             copies.close()
 
@@ -72,18 +72,18 @@ def _app(
     engine: EngineLike,
     copies: PolicyCopies,
     cards: Mapping[str, str],
-    remotes: RemoteEnvironments,
+    on_servers: Mapping[str, Environment],
 ) -> App:
     config = service.config
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
-    environments = EnvironmentClient(service)
-    episodes = Episodes(environments, tokenizer, remotes, config.staleness.max_attempts)
+    functions = FunctionEnvironment(service)
+    episodes = Episodes(functions, tokenizer, on_servers, config.staleness.max_attempts)
     driver = RolloutDriver(engine, tokenizer, config.generation, episodes)
     loop = GenerationLoop(service, engine, driver)
     servicer = GenerationGrpcServicer(service, engine, copies, driver, loop)
     return App(
         loop.run,
-        background={"engine": servicer.wait_until_broken, "environments": environments.run},
+        background={"engine": servicer.wait_until_broken, "environments": functions.run},
         grpc=GrpcApi(
             SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
         ),

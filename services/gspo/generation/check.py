@@ -23,6 +23,7 @@ from gspo.common.host.machine import (
 )
 from gspo.common.model.files import max_positions, model_folder
 from gspo.common.model.template_trial import check_chat_template
+from gspo.environments.mcp.tool_listing import with_listed_tools
 from gspo.generation.engine.arguments import check_engine_args
 from gspo.generation.engine.tied_heads import tied_heads
 
@@ -58,10 +59,7 @@ def check(config: Config) -> None:
     _check_memory(config)
     check_chat_template(model_folder(config.model))
     tied_heads(model_folder(config.model), trust_remote_code=config.model.trust_remote_code)
-    if any(source.environment.mcp.used for source in config.sources):
-        from gspo.mcp_servers.tool_listing import with_listed_tools  # here: the package mcp takes a second to import
-
-        config = asyncio.run(with_listed_tools(config))
+    config = asyncio.run(with_listed_tools(config))
     for source in config.sources:
         if source.environment.used:
             _check_chat_template(config, source)

@@ -25,7 +25,7 @@ from gspo.common.data.task_row import check_names, split_row
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.network.credentials import redis_arguments
 from gspo.common.streams.entries import task_json
-from gspo.reward.environment_trial import try_server
+from gspo.environments.server_trial import try_server
 from gspo.reward.functions.arguments import GROUND_TRUTH_RULE, check_columns, right_answer
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.environment_steps import EnvironmentSteps
@@ -72,7 +72,7 @@ async def _check_source(source: Source, library: Library, data: dict[str, _Data]
             f"{source.key('prompts')}: column '{column}' has {kind}, which the policy does not see and rollouts do not "
             f"carry; {source.key('types')}.{column}: base64 sends them to rewards as text, omit says that you know"
         )
-    if environment.url is not None:
+    if environment.kind == "url":
         await try_server(environment, source.key("environment"), task_json(training[0]), TRIAL_TEXT)
     for key, spec in source.code():
         function = await library.find(spec.label, spec.version or "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -19,12 +19,12 @@ from gspo.common.config.schema import Config
 from gspo.common.service.app import Service
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import GENERATION, Keys
+from gspo.environments.environment import Environment
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.loop import GenerationLoop
-from gspo.generation.rollout.remote_environment import RemoteEnvironments
 from gspo_proto.rollout_pb2 import OUTCOME_ENVIRONMENT_DONE, Rollout
 from tests.support.environments.game_server import EnvironmentServer, environment_server
-from tests.support.environments.scripted_game import LINES, LinesEngine, driver_of, in_flight_of, remotes_of
+from tests.support.environments.scripted_game import LINES, LinesEngine, driver_of, in_flight_of, on_server
 from tests.support.push_peers import service_of
 from tests.support.service_process import make_run
 from tests.support.typed.redis_entries import payloads, stream_entries
@@ -48,9 +48,9 @@ def environment_of(server: EnvironmentServer) -> EnvironmentConfig:
     return EnvironmentConfig(url=server.url, name="game")
 
 
-def loop_of(service: Service, remotes: RemoteEnvironments, turn_s: float) -> GenerationLoop:
+def loop_of(service: Service, environments: Mapping[str, Environment], turn_s: float) -> GenerationLoop:
     engine = LinesEngine(turn_s=turn_s)
-    return GenerationLoop(service, cast("EngineLike", engine), driver_of(remotes, engine))
+    return GenerationLoop(service, cast("EngineLike", engine), driver_of(environments, engine))
 
 
 async def begin(redis: Redis, keys: Keys, server: EnvironmentServer) -> None:
@@ -67,7 +67,7 @@ async def test_a_task_that_is_taken_back_has_its_sessions_closed(
     redis: Redis, keys: Keys, redis_url: str, config: Config, server: EnvironmentServer
 ) -> None:
     service = service_of("generation-0", config, redis_url)
-    async with remotes_of(environment_of(server)) as remotes:
+    async with on_server(environment_of(server)) as remotes:
         working = asyncio.create_task(loop_of(service, remotes, turn_s=30.0).run())
         await begin(redis, keys, server)
         for entry, _ in await stream_entries(redis, keys.prompts):
@@ -86,7 +86,7 @@ async def test_a_drained_generator_hands_its_sessions_on(
     redis: Redis, keys: Keys, redis_url: str, config: Config, server: EnvironmentServer
 ) -> None:
     services = [service_of(f"generation-{number}", config, redis_url) for number in range(2)]
-    async with remotes_of(environment_of(server)) as first, remotes_of(environment_of(server)) as second:
+    async with on_server(environment_of(server)) as first, on_server(environment_of(server)) as second:
         working = asyncio.create_task(loop_of(services[0], first, turn_s=1.5).run())
         await begin(redis, keys, server)
         sessions = set(server.sessions())

@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.environments.environment import Environment
+from gspo.environments.mcp.tool_listing import with_listed_tools
+from gspo.environments.server_environment import environments_on_servers
 from gspo.generation.check import check
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from gspo.generation.rollout.driver import RolloutDriver
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.rollout.in_flight import InFlightRollout
-from gspo.generation.rollout.remote_environment import RemoteEnvironments
-from gspo.mcp_servers.tool_listing import with_listed_tools
 from gspo_proto.rollout_pb2 import (
     OUTCOME_ENVIRONMENT_DONE,
     OUTCOME_TURN_LIMIT,
@@ -127,13 +127,10 @@ async def played(policy: PolicyWithTools, config: Config, **limits: Any) -> Roll
         environment=config.environment.label,
         play=Play(tools_json=json.dumps(tools), tool_format="hermes", **play),
     )
-    remotes = RemoteEnvironments(config.sources, config.reward)
-    try:
-        episodes = Episodes(cast("EnvironmentClient", None), TOKENIZER, remotes)
+    async with environments_on_servers(config.sources, config.reward) as environments:
+        episodes = Episodes(cast("Environment", None), TOKENIZER, environments)
         driver = RolloutDriver(policy.engine, TOKENIZER, GenerationConfig(), episodes)
         rollout = await driver.drive(InFlightRollout(task, 0, "generation-0"))
-    finally:
-        await remotes.aclose()
     assert rollout is not None
     return rollout
 

@@ -23,11 +23,11 @@ import psutil
 import pytest
 
 from gspo.common.config.reward import EnvironmentConfig
-from gspo.common.network.environment_server import ServerTroubleError
 from gspo.common.telemetry import metrics
-from gspo.generation.rollout.remote_environment import RemoteEnvironment
-from gspo.mcp_servers.mcp_sessions import McpSessions
-from gspo.mcp_servers.stdio_streams import MAX_MESSAGE_BYTES
+from gspo.environments.mcp.mcp_sessions import McpSessions
+from gspo.environments.mcp.stdio_streams import MAX_MESSAGE_BYTES
+from gspo.environments.server_environment import ServerEnvironment
+from gspo.environments.session_server import ServerTroubleError
 from gspo_proto.reward_pb2 import ResetRequest, StepRequest
 from tests.support.environments.mcp_server import command, http_server
 
@@ -133,8 +133,8 @@ async def test_what_a_tool_does_wrong_is_an_answer_to_the_policy(server: dict[st
 
 
 async def test_a_server_that_dies_ends_the_attempt_at_once_and_its_processes_are_gone() -> None:
-    environment = RemoteEnvironment(environment_of(command()), McpSessions(environment_of(command()), "bubblewrap"))
-    begun = await environment.reset(ResetRequest(task_json="{}"), 60.0)
+    environment = ServerEnvironment(environment_of(command()), McpSessions(environment_of(command()), "bubblewrap"))
+    begun = await environment.begin(ResetRequest(task_json="{}"), 60.0)
     processes, began_s = descendants(), time.monotonic()
     assert processes
     die = StepRequest(state_json=begun.state_json, calls_json=json.dumps([{"name": "die", "arguments": {}}]))
@@ -142,7 +142,7 @@ async def test_a_server_that_dies_ends_the_attempt_at_once_and_its_processes_are
     assert failure.kind == "environment_unreachable"
     assert "has ended the connection" in failure.text
     assert time.monotonic() - began_s < 30.0, "it was asked again for reach_timeout_s"
-    environment.close(begun.state_json)
+    environment.end(begun.state_json)
     await environment.aclose()
     assert await gone(processes)
 
@@ -150,8 +150,8 @@ async def test_a_server_that_dies_ends_the_attempt_at_once_and_its_processes_are
 async def test_a_shared_server_that_dies_is_started_again_and_asked_again() -> None:
     shared = command() | {"per": "shared"}
     async with sessions_of(shared) as sessions:
-        environment = RemoteEnvironment(environment_of(shared), sessions)
-        begun = await environment.reset(ResetRequest(task_json="{}"), 60.0)
+        environment = ServerEnvironment(environment_of(shared), sessions)
+        begun = await environment.begin(ResetRequest(task_json="{}"), 60.0)
         (pid,) = sessions.pids
         os.killpg(pid, signal.SIGKILL)
         add = json.dumps([{"name": "add", "arguments": {"a": 2, "b": 3}}])
@@ -159,7 +159,7 @@ async def test_a_shared_server_that_dies_is_started_again_and_asked_again() -> N
         assert json.loads(reply.observation_json)[0]["content"] == "5"
         # Another generator continues it: there is no state that it lacks.
         async with sessions_of(shared) as others:
-            other = RemoteEnvironment(environment_of(shared), others)
+            other = ServerEnvironment(environment_of(shared), others)
             assert not (await other.resume(reply.state_json, "{}")).HasField("failure")
             again = await other.step(StepRequest(state_json=reply.state_json, calls_json=add), 60.0, "{}")
             assert json.loads(again.observation_json)[0]["content"] == "5"
@@ -167,7 +167,7 @@ async def test_a_shared_server_that_dies_is_started_again_and_asked_again() -> N
 
 async def test_a_session_of_a_rollouts_own_does_not_move_to_another_generator() -> None:
     async with sessions_of(command()) as sessions:
-        other = RemoteEnvironment(environment_of(command()), sessions)
+        other = ServerEnvironment(environment_of(command()), sessions)
         state = json.dumps({"episode_id": "of-another", "step_count": 1})
         assert (await other.resume(state, "{}")).failure.kind == "session_lost"
 
@@ -198,7 +198,7 @@ async def test_a_session_that_an_http_server_forgot_is_lost() -> None:
                 with pytest.raises(ServerTroubleError) as error:
                     await called(sessions, "a", ("add", {"a": 2, "b": 3}))
                 assert error.value.kind == "session_lost"
-                environment = RemoteEnvironment(environment_of({"url": address, "per": "shared"}), shared)
+                environment = ServerEnvironment(environment_of({"url": address, "per": "shared"}), shared)
                 add = json.dumps([{"name": "add", "arguments": {"a": 2, "b": 3}}])
                 state = json.dumps({"episode_id": "a", "step_count": 0})
                 reply = await environment.step(StepRequest(state_json=state, calls_json=add), 60.0, "{}")
@@ -328,7 +328,7 @@ async def test_no_process_is_left_whatever_cuts_a_session(
 HOLDER = """
 import asyncio, json, signal, sys
 from gspo.common.config.reward import EnvironmentConfig
-from gspo.mcp_servers.mcp_sessions import McpSessions
+from gspo.environments.mcp.mcp_sessions import McpSessions
 
 async def main():
     mcp, minimum, cut = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -28,8 +28,8 @@ from tests.support.environments.scripted_game import (
     driver_of,
     game,
     in_flight_of,
+    on_server,
     played,
-    remotes_of,
 )
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
@@ -131,7 +131,7 @@ async def test_rollouts_are_the_same_as_with_a_function_and_wait_for_a_place(
     openenv: OpenEnvGame, config: EnvironmentConfig
 ) -> None:
     as_function = await played(driver_of(None, LinesEngine()), in_flight_of())
-    async with remotes_of(config) as remotes:
+    async with on_server(config) as remotes:
         driver = driver_of(remotes, LinesEngine(turn_s=0.02))
         rollouts = await asyncio.gather(*(played(driver, in_flight_of(number)) for number in range(5)))
         assert await ended(openenv)
@@ -145,7 +145,7 @@ async def test_rollouts_are_the_same_as_with_a_function_and_wait_for_a_place(
 
 async def test_a_connection_that_is_cut_costs_an_attempt(openenv: OpenEnvGame, config: EnvironmentConfig) -> None:
     openenv.cuts = 1
-    async with remotes_of(config) as remotes:
+    async with on_server(config) as remotes:
         rollout = in_flight_of()
         finished = await played(driver_of(remotes, LinesEngine()), rollout)
         assert (rollout.num_lost, finished.episode.reward) == (1, 1 - 3 / 16)
@@ -171,7 +171,7 @@ async def test_a_hostile_message_fails_the_rollout_with_its_cause(
     openenv: OpenEnvGame, config: EnvironmentConfig, reply: str | bytes, kind: str, text: str
 ) -> None:
     openenv.replies = [reply]
-    async with remotes_of(config) as remotes:
+    async with on_server(config) as remotes:
         rollout = await played(driver_of(remotes, LinesEngine()), in_flight_of())
         assert await ended(openenv)
     assert rollout.episode.failure_kind == kind
@@ -191,7 +191,7 @@ async def test_a_redirect_is_a_failed_rollout_and_is_not_followed(config: Enviro
         moved_away = config.model_copy(
             update={"url": f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"}
         )
-        async with remotes_of(moved_away) as remotes:
+        async with on_server(moved_away) as remotes:
             rollout = await played(driver_of(remotes, LinesEngine()), in_flight_of())
     assert rollout.episode.failure_kind == "exception"
     assert "answered HTTP 302, and a redirect is not followed" in rollout.episode.failure
@@ -199,14 +199,14 @@ async def test_a_redirect_is_a_failed_rollout_and_is_not_followed(config: Enviro
 
 
 async def test_without_a_field_the_policy_sees_the_whole_observation(config: EnvironmentConfig) -> None:
-    async with remotes_of(config.model_copy(update={"observation_field": None})) as remotes:
+    async with on_server(config.model_copy(update={"observation_field": None})) as remotes:
         rollout = await played(driver_of(remotes, LinesEngine(("8", "20"))), in_flight_of())
     assert json.loads(rollout.episode.turns_json)[1]["content"] == '{"said": "higher"}'
 
 
 async def moved(openenv: OpenEnvGame, config: EnvironmentConfig) -> tuple[InFlightRollout, Rollout]:
     """A rollout that another generator finishes, whose first one dies after two turns."""
-    async with remotes_of(config) as dying, remotes_of(config) as living:
+    async with on_server(config) as dying, on_server(config) as living:
         rollout, first = in_flight_of(), driver_of(dying, LinesEngine(turn_s=0.2))
         driving = asyncio.create_task(first.drive(rollout))
         while rollout.state.num_turns < 2:
@@ -252,7 +252,7 @@ async def test_a_connection_that_is_cut_costs_nothing_with_replay(
     openenv: OpenEnvGame, config: EnvironmentConfig
 ) -> None:
     openenv.cuts = 1
-    async with remotes_of(config.model_copy(update={"replay": True})) as remotes:
+    async with on_server(config.model_copy(update={"replay": True})) as remotes:
         rollout = in_flight_of()
         finished = await played(driver_of(remotes, LinesEngine()), rollout)
         assert (rollout.num_lost, finished.episode.reward) == (0, 1 - 3 / 16)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from gspo.common.config.reward import EnvironmentConfig
-from gspo.common.network.environment_server import ServerTurn
-from gspo.generation.rollout.remote_environment import RemoteEnvironment
-from gspo.mcp_servers.mcp_sessions import McpSessions
+from gspo.environments.mcp.mcp_sessions import McpSessions
+from gspo.environments.server_environment import ServerEnvironment
+from gspo.environments.session_server import ServerTurn
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 from tests.support.environments.mcp_server import command
 from tests.support.environments.random_answers import random_http, random_websocket
-from tests.support.environments.scripted_game import LinesEngine, driver_of, in_flight_of, played, remotes_of
+from tests.support.environments.scripted_game import LinesEngine, driver_of, in_flight_of, on_server, played
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(600)]
 FEW, MANY = 60, pytest.param(1000, marks=pytest.mark.long)
@@ -48,10 +48,10 @@ class BrokenSessions:
 
 async def test_an_exception_of_a_library_fails_its_rollout_alone() -> None:
     config = EnvironmentConfig(url="http://127.0.0.1:1", name="game", reach_timeout_s=0.1)
-    environment = RemoteEnvironment(config, BrokenSessions())  # type: ignore[arg-type]
+    environment = ServerEnvironment(config, BrokenSessions())  # type: ignore[arg-type]
     state = json.dumps({"episode_id": "a", "step_count": 0})
     for reply in (
-        await environment.reset(ResetRequest(task_json="{}"), 1.0),
+        await environment.begin(ResetRequest(task_json="{}"), 1.0),
         await environment.step(StepRequest(state_json=state, action="x"), 1.0, "{}"),
         await environment.resume(state, "{}"),
     ):
@@ -71,7 +71,7 @@ async def test_a_rollout_ends_whatever_its_environment_answers(protocol: str, nu
         if protocol == "openenv":
             keys |= {"action_field": "guess", "observation_field": rng.choice([None, "said"])}
         config = EnvironmentConfig(url=f"http://127.0.0.1:{port}", step_timeout_s=1.0, **keys)
-        async with remotes_of(config) as remotes:
+        async with on_server(config) as remotes:
             driver = driver_of(remotes, LinesEngine(), max_attempts=2)
             for number in range(num_rollouts):
                 async with asyncio.timeout(30):
@@ -90,9 +90,9 @@ async def test_a_turn_ends_whatever_an_mcp_server_answers(transport: str, num_se
             if transport == "stdio":
                 mcp["command"] += [str(seed)]
             config = EnvironmentConfig.model_validate({"mcp": mcp | {"timeout_s": 0.3}, "reach_timeout_s": 2.0})
-            environment = RemoteEnvironment(config, McpSessions(config, "bubblewrap"))
+            environment = ServerEnvironment(config, McpSessions(config, "bubblewrap"))
             async with asyncio.timeout(30):
-                begun = await environment.reset(ResetRequest(task_json="{}"), 5.0)
+                begun = await environment.begin(ResetRequest(task_json="{}"), 5.0)
                 check(begun)
                 for _ in range(0 if begun.HasField("failure") else 3):
                     check(await environment.step(StepRequest(state_json=begun.state_json, calls_json=CALL), 5.0, "{}"))

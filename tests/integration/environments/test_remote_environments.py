@@ -16,12 +16,11 @@ import pytest
 
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.config.reward import EnvironmentConfig
+from gspo.environments.server_environment import ServerEnvironment
 from gspo.generation.engine import api
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.rollout.driver import RolloutDriver
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
-from gspo.generation.rollout.remote_environment import RemoteEnvironment
 from gspo_proto import rollout_pb2
 from gspo_proto.reward_pb2 import ResetRequest, StepRequest
 from tests.support.environments.game_server import BODIES, EnvironmentServer, environment_server
@@ -33,8 +32,8 @@ from tests.support.environments.scripted_game import (
     LinesEngine,
     driver_of,
     in_flight_of,
+    on_server,
     played,
-    remotes_of,
 )
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(180)]
@@ -64,21 +63,21 @@ async def nobody_goes_on() -> bool:
 
 async def test_a_rollout_is_the_same_as_with_the_environment_as_a_function(server: EnvironmentServer) -> None:
     as_function = await played(driver_of(None, LinesEngine()), in_flight_of())
-    async with remotes_of(config_of(server)) as remotes:
-        on_server = await played(driver_of(remotes, LinesEngine()), in_flight_of())
+    async with on_server(config_of(server)) as remotes:
+        by_server = await played(driver_of(remotes, LinesEngine()), in_flight_of())
         assert await num_left(server) == 0
     assert as_function.outcome == rollout_pb2.OUTCOME_ENVIRONMENT_DONE
-    assert as_function.episode.reward == on_server.episode.reward == 1 - 3 / 16
-    for rollout in (as_function, on_server):
+    assert as_function.episode.reward == by_server.episode.reward == 1 - 3 / 16
+    for rollout in (as_function, by_server):
         for field in ("state_json", "started_unix_s", "finished_unix_s"):
             rollout.ClearField(field)
         rollout.episode.ClearField("version")
-    assert on_server == as_function
+    assert by_server == as_function
 
 
 async def test_another_generator_goes_on_with_the_session(server: EnvironmentServer) -> None:
     whole = await played(driver_of(None, LinesEngine()), in_flight_of())
-    async with remotes_of(config_of(server)) as dying, remotes_of(config_of(server)) as living:
+    async with on_server(config_of(server)) as dying, on_server(config_of(server)) as living:
         rollout = in_flight_of()
         first = driver_of(dying, LinesEngine(turn_s=0.3))
         driving = asyncio.create_task(first.drive(rollout))
@@ -95,7 +94,7 @@ async def test_another_generator_goes_on_with_the_session(server: EnvironmentSer
 
 
 async def test_a_session_that_went_further_than_the_save_is_not_continued(server: EnvironmentServer) -> None:
-    async with remotes_of(config_of(server)) as dying, remotes_of(config_of(server)) as living:
+    async with on_server(config_of(server)) as dying, on_server(config_of(server)) as living:
         rollout = in_flight_of()
         first = driver_of(dying, LinesEngine(turn_s=0.2))
         driving = asyncio.create_task(first.drive(rollout))
@@ -116,7 +115,7 @@ async def test_a_session_that_went_further_than_the_save_is_not_continued(server
 
 async def test_a_full_server_is_waited_for() -> None:
     with environment_server(places=2) as server:
-        async with remotes_of(config_of(server)) as remotes:
+        async with on_server(config_of(server)) as remotes:
             driver = driver_of(remotes, LinesEngine(turn_s=0.02))
             rollouts = await asyncio.gather(*(played(driver, in_flight_of(number)) for number in range(6)))
             assert {rollout.outcome for rollout in rollouts} == {rollout_pb2.OUTCOME_ENVIRONMENT_DONE}
@@ -125,7 +124,7 @@ async def test_a_full_server_is_waited_for() -> None:
 
 async def test_a_full_server_is_not_waited_for_without_end() -> None:
     with environment_server(places=0) as server:
-        async with remotes_of(config_of(server, total_timeout_s=1.5)) as remotes:
+        async with on_server(config_of(server, total_timeout_s=1.5)) as remotes:
             began_s = time.monotonic()
             rollout = await played(driver_of(remotes, LinesEngine()), in_flight_of())
             assert time.monotonic() - began_s < 4
@@ -134,7 +133,7 @@ async def test_a_full_server_is_not_waited_for_without_end() -> None:
 
 
 async def test_a_server_that_is_killed_and_comes_back_costs_an_attempt(server: EnvironmentServer) -> None:
-    async with remotes_of(config_of(server)) as remotes:
+    async with on_server(config_of(server)) as remotes:
         rollout = in_flight_of()
         driving = asyncio.create_task(played(driver_of(remotes, LinesEngine(turn_s=0.2)), rollout))
         while rollout.state.num_turns < 3:
@@ -150,7 +149,7 @@ async def test_a_server_that_is_killed_and_comes_back_costs_an_attempt(server: E
 
 
 async def test_a_dead_server_fails_every_attempt_within_its_limit(server: EnvironmentServer) -> None:
-    async with remotes_of(config_of(server, reach_timeout_s=0.5)) as remotes:
+    async with on_server(config_of(server, reach_timeout_s=0.5)) as remotes:
         rollout = in_flight_of()
         driving = asyncio.create_task(played(driver_of(remotes, LinesEngine(turn_s=0.1), max_attempts=2), rollout))
         while rollout.state.num_turns < 2:
@@ -166,7 +165,7 @@ async def test_a_dead_server_fails_every_attempt_within_its_limit(server: Enviro
 
 
 async def test_a_slow_server_ends_the_rollout_by_the_step_limit(server: EnvironmentServer) -> None:
-    async with remotes_of(config_of(server)) as remotes:
+    async with on_server(config_of(server)) as remotes:
         server.break_answers(hang_s=30)
         rollout = await played(driver_of(remotes, LinesEngine()), in_flight_of(step_timeout_s=0.3))
         assert await num_left(server) == 0
@@ -175,7 +174,7 @@ async def test_a_slow_server_ends_the_rollout_by_the_step_limit(server: Environm
 
 
 async def test_a_server_that_stands_still_ends_the_rollout_by_its_time_limit(server: EnvironmentServer) -> None:
-    async with remotes_of(config_of(server)) as remotes:
+    async with on_server(config_of(server)) as remotes:
         rollout = in_flight_of(total_timeout_s=0.6, step_timeout_s=60.0)
         driving = asyncio.create_task(played(driver_of(remotes, LinesEngine(turn_s=0.1)), rollout))
         while rollout.state.num_turns < 2:
@@ -200,7 +199,7 @@ async def test_a_hostile_reply_fails_the_rollout_with_its_cause(
     server: EnvironmentServer, hostile: str, kind: str, text: str
 ) -> None:
     assert hostile in BODIES
-    async with remotes_of(config_of(server)) as remotes:
+    async with on_server(config_of(server)) as remotes:
         server.break_answers(hostile=hostile)
         rollout = await played(driver_of(remotes, LinesEngine()), in_flight_of())
         assert await num_left(server) == 0
@@ -210,7 +209,7 @@ async def test_a_hostile_reply_fails_the_rollout_with_its_cause(
 
 
 async def test_lost_answers_count_no_step_twice(server: EnvironmentServer) -> None:
-    async with remotes_of(config_of(server, reach_timeout_s=30.0)) as remotes:
+    async with on_server(config_of(server, reach_timeout_s=30.0)) as remotes:
         server.break_answers(lose=0.3)
         driver = driver_of(remotes, LinesEngine())
         in_flight = [in_flight_of(number) for number in range(20)]
@@ -224,14 +223,14 @@ async def test_lost_answers_count_no_step_twice(server: EnvironmentServer) -> No
 
 async def test_pings_keep_a_session_while_the_policy_writes() -> None:
     with environment_server(ttl_s=0.6) as server:
-        async with remotes_of(config_of(server, ping_every_s=0.2)) as remotes:
+        async with on_server(config_of(server, ping_every_s=0.2)) as remotes:
             rollout = in_flight_of()
             finished = await played(driver_of(remotes, LinesEngine(("8", "20"), turn_s=1.5)), rollout)
             assert (finished.episode.reward, rollout.num_lost) == (1 - 1 / 16, 0)
 
 
 async def test_a_cancelled_rollout_closes_its_session_if_nobody_goes_on(server: EnvironmentServer) -> None:
-    async with remotes_of(config_of(server)) as remotes:
+    async with on_server(config_of(server)) as remotes:
         driver, rollout = driver_of(remotes, LinesEngine(turn_s=0.2)), in_flight_of()
         driving = asyncio.create_task(driver.drive(rollout))
         while rollout.state.num_turns < 2:
@@ -244,9 +243,9 @@ async def test_a_cancelled_rollout_closes_its_session_if_nobody_goes_on(server: 
 
 
 async def test_an_update_that_restarts_rollouts_begins_another_session(server: EnvironmentServer) -> None:
-    async with remotes_of(config_of(server)) as remotes:
+    async with on_server(config_of(server)) as remotes:
         engine, rollout = LinesEngine(turn_s=0.1), in_flight_of()
-        episodes = Episodes(cast("EnvironmentClient", GameFunction()), TOKENIZER, remotes, 3)
+        episodes = Episodes(GameFunction(), TOKENIZER, remotes, 3)
         driver = RolloutDriver(cast("EngineLike", engine), TOKENIZER, GenerationConfig(on_update="restart"), episodes)
         driving = asyncio.create_task(played(driver, rollout))
         while rollout.state.num_turns < 3:
@@ -260,12 +259,12 @@ async def test_an_update_that_restarts_rollouts_begins_another_session(server: E
 
 async def test_the_key_of_the_environment_is_sent(server: EnvironmentServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.break_answers(key="secret")
-    async with remotes_of(config_of(server)) as remotes:
+    async with on_server(config_of(server)) as remotes:
         refused = await played(driver_of(remotes, LinesEngine()), in_flight_of())
     assert refused.episode.failure_kind == "forbidden"
     assert "GSPO_ENVIRONMENT_API_KEY" in refused.episode.failure
     monkeypatch.setenv("GSPO_ENVIRONMENT_API_KEY", "secret")
-    async with remotes_of(config_of(server)) as remotes:
+    async with on_server(config_of(server)) as remotes:
         rollout = await played(driver_of(remotes, LinesEngine()), in_flight_of())
     assert rollout.outcome == rollout_pb2.OUTCOME_ENVIRONMENT_DONE
 
@@ -279,12 +278,12 @@ async def test_ten_thousand_sessions_with_cuts_leave_nothing() -> None:
     numbers = iter(range(num_sessions))
     with environment_server(places=100, ttl_s=ttl_s) as server:
         server.break_answers(lose=0.02)
-        environment = RemoteEnvironment(config_of(server, reach_timeout_s=20.0))
+        environment = ServerEnvironment(config_of(server, reach_timeout_s=20.0))
 
         async def session(fate: float) -> str:
             state_json = ""
             try:
-                state_json = (await environment.reset(task, 10.0)).state_json
+                state_json = (await environment.begin(task, 10.0)).state_json
                 if not state_json:
                     return "failed"
                 reply = await environment.step(StepRequest(state_json=state_json, action="8"), 10.0, task.task_json)
@@ -295,7 +294,7 @@ async def test_ten_thousand_sessions_with_cuts_leave_nothing() -> None:
             if 0.94 < fate < 0.95:  # its generator dies
                 environment.hand_over(state_json)
                 return "left"
-            environment.close(state_json)
+            environment.end(state_json)
             return "failed" if reply.HasField("failure") else "done"
 
         async def some() -> None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.streams.keys import rollout_key
+from gspo.environments.environment import Environment
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from gspo.generation.rollout.driver import RolloutDriver
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
@@ -40,13 +40,13 @@ LINES = [THOUGHT, "24, or so I hope, if that is right at all"[:TURN_TOKENS], "20
 ANSWERS = [" higher ", " lower ", "right"]
 
 
-class GuessingGame:
+class GuessingGame(Environment):
     """Answers any action, and ends after the third turn."""
 
-    async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
+    async def begin(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
         return EnvironmentReply(state_json="0", version="v1")
 
-    async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
+    async def step(self, request: StepRequest, timeout_s: float, task_json: str) -> EnvironmentReply:
         turn = int(request.state_json)
         done = turn + 1 == len(ANSWERS)
         answer = json.dumps(ANSWERS[turn])
@@ -128,7 +128,7 @@ async def played(policy: TaughtPolicy, name: str, number: int, temperature: floa
         environment="game",
         play=Play(max_turns=8, turn_tokens=TURN_TOKENS, step_timeout_s=10, total_timeout_s=100),
     )
-    episodes = Episodes(cast("EnvironmentClient", GuessingGame()), tokenizer)
+    episodes = Episodes(GuessingGame(), tokenizer)
     rollouts = RolloutDriver(policy.engine, tokenizer, GenerationConfig(), episodes)
     rollout = await rollouts.drive(InFlightRollout(task, number, "generation-0"))
     assert rollout is not None

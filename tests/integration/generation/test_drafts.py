@@ -20,11 +20,11 @@ from transformers import FalconH1Config
 
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.errors import InputError
+from gspo.environments.environment import Environment
 from gspo.generation.engine.api import Completion, EngineSampling, OnUpdate
 from gspo.generation.engine.startup import check_values
 from gspo.generation.engine.vllm_engine import Engine
 from gspo.generation.rollout.driver import RolloutDriver
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Sampling
@@ -159,7 +159,7 @@ async def test_a_saved_rollout_goes_on_elsewhere_under_other_weights(drafting: S
     engine, old = drafting.engine, drafting.engine.version
     before = Reference.load(drafting.folder)
     tokenizer = make_tokenizer()
-    driver = RolloutDriver(engine, tokenizer, GenerationConfig(), Episodes(cast("EnvironmentClient", None), tokenizer))
+    driver = RolloutDriver(engine, tokenizer, GenerationConfig(), Episodes(cast("Environment", None), tokenizer))
     task = GroupTask(num_rollouts=1, prompt=Prompt(token_ids=PROMPTS[0]))
     task.sampling.CopyFrom(Sampling(temperature=0.4, max_tokens=300))
     num_sampled = 0

@@ -17,8 +17,8 @@ from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import Activity
-from gspo.generation.rollout import environment_client
-from gspo.generation.rollout.environment_client import EnvironmentClient
+from gspo.environments import function_environment
+from gspo.environments.function_environment import FunctionEnvironment
 from gspo_proto import reward_pb2_grpc
 from gspo_proto.reward_pb2 import EnvironmentReply, StepRequest
 from tests.support.push_peers import run_config, service_of
@@ -72,14 +72,14 @@ async def registered(redis: Redis, keys: Keys, replica: Replica) -> AsyncIterato
 
 
 @pytest_asyncio.fixture(loop_scope="function")
-async def environments(redis_url: str, tmp_path: Path) -> AsyncIterator[EnvironmentClient]:
+async def environments(redis_url: str, tmp_path: Path) -> AsyncIterator[FunctionEnvironment]:
     service = service_of("generation-0", run_config(tmp_path, make_run), redis_url)
-    yield EnvironmentClient(service)
+    yield FunctionEnvironment(service)
     await service.close()
 
 
 async def test_a_step_goes_to_another_replica_when_its_own_is_gone(
-    redis: Redis, keys: Keys, environments: EnvironmentClient
+    redis: Redis, keys: Keys, environments: FunctionEnvironment
 ) -> None:
     hanging, other = make_replica("a"), make_replica("b")
     hanging.hangs = True
@@ -97,7 +97,7 @@ async def test_a_step_goes_to_another_replica_when_its_own_is_gone(
 
 
 async def test_a_step_of_a_replica_that_hangs_without_a_heartbeat_is_repeated_elsewhere(
-    redis: Redis, keys: Keys, environments: EnvironmentClient
+    redis: Redis, keys: Keys, environments: FunctionEnvironment
 ) -> None:
     hanging, other = make_replica("a"), make_replica("b")
     hanging.hangs = True
@@ -112,7 +112,7 @@ async def test_a_step_of_a_replica_that_hangs_without_a_heartbeat_is_repeated_el
             assert (await step).version == "b"
 
 
-async def test_calls_are_spread_over_the_replicas(redis: Redis, keys: Keys, environments: EnvironmentClient) -> None:
+async def test_calls_are_spread_over_the_replicas(redis: Redis, keys: Keys, environments: FunctionEnvironment) -> None:
     replicas = [make_replica("a"), make_replica("b")]
     async with registered(redis, keys, replicas[0]), registered(redis, keys, replicas[1]):
         await asyncio.gather(*(environments.step(REQUEST, 1.0) for _ in range(20)))
@@ -120,7 +120,7 @@ async def test_calls_are_spread_over_the_replicas(redis: Redis, keys: Keys, envi
 
 
 async def test_a_refusal_that_holds_on_every_replica_fails_at_once(
-    redis: Redis, keys: Keys, environments: EnvironmentClient
+    redis: Redis, keys: Keys, environments: FunctionEnvironment
 ) -> None:
     replica = make_replica("a")
     replica.refuses = (grpc.StatusCode.NOT_FOUND, "it was never submitted")
@@ -130,16 +130,16 @@ async def test_a_refusal_that_holds_on_every_replica_fails_at_once(
 
 
 async def test_a_step_that_no_replica_answers_fails_with_the_reason(
-    redis: Redis, keys: Keys, environments: EnvironmentClient, monkeypatch: pytest.MonkeyPatch
+    redis: Redis, keys: Keys, environments: FunctionEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment_client, "REACH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(function_environment, "REACH_TIMEOUT_S", 0.3)
     failure = (await environments.step(REQUEST, 0.1)).failure
     assert failure.kind == "unreachable"
     assert failure.text == "no reward service answered a step in 0.3 s: none is registered"
     replica = make_replica("a")
     replica.refuses = (grpc.StatusCode.UNAVAILABLE, "overloaded")
     # Enough for a connection and several refusals.
-    monkeypatch.setattr(environment_client, "REACH_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(function_environment, "REACH_TIMEOUT_S", 2.0)
     async with registered(redis, keys, replica):
         failure = (await environments.step(REQUEST, 0.1)).failure
     assert failure.text.endswith("a said UNAVAILABLE: overloaded")

@@ -23,10 +23,10 @@ from gspo.common.service.app import Service
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import Keys
 from gspo.common.streams.token_counts import read_counts
+from gspo.environments.function_environment import FunctionEnvironment
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.loop import GenerationLoop
 from gspo.generation.rollout.driver import RolloutDriver
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout, RolloutState, Sampling
 from tests.support.push_peers import SHAPES, policy, service_of
@@ -82,7 +82,8 @@ def start(config: Config, redis_url: str, name: str, *, version: int = 0, decode
     settings = Settings(decode_s=decode_s, decode_s_per_request=0.0, length_median=LENGTH)
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=KEYS[version], version=version)
     tokenizer = make_tokenizer()
-    driver = RolloutDriver(engine, tokenizer, config.generation, Episodes(EnvironmentClient(service), tokenizer))
+    episodes = Episodes(FunctionEnvironment(service), tokenizer)
+    driver = RolloutDriver(engine, tokenizer, config.generation, episodes)
     loop = GenerationLoop(service, engine, driver)
     return RunningLoop(service, engine, loop, asyncio.create_task(loop.run()))
 

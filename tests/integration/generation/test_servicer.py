@@ -12,9 +12,9 @@ import pytest
 from benchmarks.simulated.engine import SimulatedEngine
 from benchmarks.simulated.settings import Settings
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer, open_channel
+from gspo.environments.function_environment import FunctionEnvironment
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.rollout.driver import RolloutDriver
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
 from gspo_proto import generation_pb2_grpc
@@ -35,7 +35,8 @@ async def test_a_generate_call_that_its_caller_cancels_leaves_no_request_in_the_
     settings = Settings(decode_s=10.0, decode_s_per_request=0.0, length_median=100)
     engine = SimulatedEngine(settings, max_num_seqs=4, vocabulary=90, eos=2, key=7)
     tokenizer = make_tokenizer()
-    driver = RolloutDriver(engine, tokenizer, config.generation, Episodes(EnvironmentClient(service), tokenizer))
+    episodes = Episodes(FunctionEnvironment(service), tokenizer)
+    driver = RolloutDriver(engine, tokenizer, config.generation, episodes)
     loop: Any = IdleLoop()
     servicer = GenerationGrpcServicer(service, engine, copies, driver, loop)
     server = GrpcServer(

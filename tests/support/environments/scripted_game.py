@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib import import_module
 from typing import Any, cast
 
 from gspo.common.config.engines import GenerationConfig
-from gspo.common.config.reward import EnvironmentConfig
+from gspo.common.config.reward import EnvironmentConfig, RewardConfig
 from gspo.common.config.sources import Source
+from gspo.environments.environment import Environment
+from gspo.environments.server_environment import environments_on_servers
 from gspo.generation.engine import api
 from gspo.generation.engine.api import Completion, EngineLike
 from gspo.generation.rollout.driver import RolloutDriver
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.rollout.in_flight import InFlightRollout
-from gspo.generation.rollout.remote_environment import RemoteEnvironments
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, Sampling
 from tests.support.chat_templates import TOKENIZERS
@@ -57,14 +57,14 @@ class LinesEngine:
         raise AssertionError("no rollout here takes so long")
 
 
-class GameFunction:
-    """The game as a function, by the form of the reward replicas."""
+class GameFunction(Environment):
+    """The game as a function."""
 
-    async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
+    async def begin(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
         state, observation = game().reset(json.loads(request.task_json))
         return EnvironmentReply(state_json=json.dumps(state), observation_json=json.dumps(observation), version="v1")
 
-    async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
+    async def step(self, request: StepRequest, timeout_s: float, task_json: str) -> EnvironmentReply:
         state, observation, reward, done = game().step(json.loads(request.state_json), request.action)
         state_json, observation_json = json.dumps(state), json.dumps(observation)
         return EnvironmentReply(
@@ -82,16 +82,17 @@ def game() -> Any:
 
 
 @asynccontextmanager
-async def remotes_of(config: EnvironmentConfig) -> AsyncIterator[RemoteEnvironments]:
-    """The servers of a generator, which end with the block."""
-    remotes = RemoteEnvironments([Source(environment=config)])
-    yield remotes
-    await remotes.aclose()
+async def on_server(config: EnvironmentConfig) -> AsyncIterator[Mapping[str, Environment]]:
+    """The game on a server, whose sessions end with the block."""
+    async with environments_on_servers([Source(environment=config)], RewardConfig()) as environments:
+        yield environments
 
 
-def driver_of(remotes: RemoteEnvironments | None, engine: LinesEngine, max_attempts: int = 3) -> RolloutDriver:
+def driver_of(
+    environments: Mapping[str, Environment] | None, engine: LinesEngine, max_attempts: int = 3
+) -> RolloutDriver:
     """A driver whose environment is the game: on a server, or as a function."""
-    episodes = Episodes(cast("EnvironmentClient", GameFunction()), TOKENIZER, remotes, max_attempts)
+    episodes = Episodes(GameFunction(), TOKENIZER, environments, max_attempts)
     return RolloutDriver(cast("EngineLike", engine), TOKENIZER, GenerationConfig(), episodes)
 
 

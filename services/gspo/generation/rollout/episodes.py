@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -19,10 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from gspo.common.streams.entries import task_json
 from gspo.common.telemetry import metrics
+from gspo.environments.environment import LOST_KINDS, Environment
 from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError, PlainTurns, as_messages
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.in_flight import InFlightRollout
-from gspo.generation.rollout.remote_environment import LOST_KINDS, RemoteEnvironment, RemoteEnvironments
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.rollout_pb2 import Play
 
@@ -37,73 +36,69 @@ class Episodes:
     """Carries out the actions RESET and STEP.
 
     Args:
-        environments: Asks the reward replicas.
-        remotes: The environments on servers; none by default.
+        functions: The environment of every name that is not on a server.
+        on_servers: The others by their names in tasks; none by default.
         max_attempts: Times that a rollout begins whose sessions on a server are lost.
     """
 
     def __init__(
         self,
-        environments: EnvironmentClient,
+        functions: Environment,
         tokenizer: PreTrainedTokenizerBase,
-        remotes: RemoteEnvironments | None = None,
+        on_servers: Mapping[str, Environment] | None = None,
         max_attempts: int = 1,
     ) -> None:
-        self._environments, self._tokenizer = environments, tokenizer
-        self._remotes, self._max_attempts = (remotes or RemoteEnvironments()).by_name, max_attempts
+        self._functions, self._on_servers = functions, on_servers or {}
+        self._tokenizer, self._max_attempts = tokenizer, max_attempts
         self._plain = PlainTurns(tokenizer)
         self._chats: dict[tuple[str, str], ChatTurns] = {}
         self._parsers: dict[tuple[str, str], ToolParser] = {}
 
     async def reset(self, rollout: InFlightRollout) -> None:
         """Begin the episode, and put the environment's first observation behind the prompt."""
-        task, play, remote = rollout.task, rollout.task.play, self._remote(rollout)
+        task, play, environment = rollout.task, rollout.task.play, self._environment(rollout)
         request = ResetRequest(environment=task.environment, version=play.version, task_json=task_json(task.prompt))
-        if remote is None:
-            reply = await self._in_time(rollout, self._environments.reset(request, play.step_timeout_s))
-        else:  # it bounds the wait for a place itself, and the conversation's time begins after that
-            reply = await remote.reset(request, play.step_timeout_s)
+        begun = environment.begin(request, play.step_timeout_s)
+        # With places it bounds the wait itself, and the conversation's time begins after that.
+        reply = await (begun if environment.has_places else self._in_time(rollout, begun))
         if reply is None:
             rollout.on_time_over()
             return
         if self._begins_anew(rollout, reply):
             return
-        rollout.on_reset(reply.version, reply.state_json, None if remote is None else time.time())
+        rollout.on_reset(reply.version, reply.state_json, time.time() if environment.has_places else None)
         if reply.HasField("failure"):
             _fail(rollout, reply.failure.kind, reply.failure.text)
         elif observation := json.loads(reply.observation_json or '""'):
             self._open(rollout, observation)
 
     async def resume(self, rollout: InFlightRollout) -> None:
-        """Take over the session of a rollout that another generator began."""
-        remote, state = self._remote(rollout), rollout.state
-        if remote is None or rollout.ended or not state.state_json:
+        """Take over the episode of a rollout that another generator began."""
+        state_json = rollout.state.state_json
+        if rollout.ended or not state_json:
             return
-        reply = await remote.resume(state.state_json, task_json(rollout.task.prompt))
+        reply = await self._environment(rollout).resume(state_json, task_json(rollout.task.prompt))
         if not reply.HasField("failure"):
             rollout.on_resumed(reply.state_json)
         elif not self._begins_anew(rollout, reply):
             _fail(rollout, reply.failure.kind, reply.failure.text)
 
     def end(self, rollout: InFlightRollout) -> None:
-        """End the session of a rollout that has ended, or begins anew."""
-        remote = self._remote(rollout)
-        if remote is not None and rollout.state.state_json:
-            remote.close(rollout.state.state_json)
+        """End the episode of a rollout that has ended, or begins anew."""
+        if state_json := rollout.state.state_json:
+            self._environment(rollout).end(state_json)
 
     def hand_over(self, rollout: InFlightRollout, is_needed: Callable[[], Awaitable[bool]] | None) -> None:
-        """Leave the session of an unfinished rollout to the next generator; arguments as in remote_environment.py."""
-        remote = self._remote(rollout)
-        if remote is not None and rollout.state.state_json:
-            remote.hand_over(rollout.state.state_json, is_needed)
+        """Leave the episode of an unfinished rollout to the next generator; arguments as in Environment."""
+        if state_json := rollout.state.state_json:
+            self._environment(rollout).hand_over(state_json, is_needed)
 
-    def _remote(self, rollout: InFlightRollout) -> RemoteEnvironment | None:
-        return self._remotes.get(rollout.task.environment)
+    def _environment(self, rollout: InFlightRollout) -> Environment:
+        return self._on_servers.get(rollout.task.environment, self._functions)
 
     def _begins_anew(self, rollout: InFlightRollout, reply: EnvironmentReply) -> bool:
         """Whether the rollout's session is lost, and it begins another one as its next attempt."""
-        is_lost = self._remote(rollout) is not None and reply.failure.kind in LOST_KINDS
-        if not is_lost or rollout.num_lost + 1 >= self._max_attempts:
+        if reply.failure.kind not in LOST_KINDS or rollout.num_lost + 1 >= self._max_attempts:
             return False
         rollout.num_lost += 1
         metrics.SESSIONS_LOST.labels(reply.failure.kind).inc()
@@ -147,11 +142,8 @@ class Episodes:
             action=text,
             calls_json=json.dumps(calls) if play.tools_json else "",
         )
-        if remote := self._remote(rollout):
-            answer = remote.step(request, play.step_timeout_s, task_json(rollout.task.prompt))
-        else:
-            answer = self._environments.step(request, play.step_timeout_s)
-        reply = await self._in_time(rollout, answer)
+        asked = self._environment(rollout).step(request, play.step_timeout_s, task_json(rollout.task.prompt))
+        reply = await self._in_time(rollout, asked)
         if reply is not None and self._begins_anew(rollout, reply):
             return
         rollout.on_turn_read(text)

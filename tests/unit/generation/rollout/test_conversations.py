@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.config.reward import BUILTIN_TOOLS
+from gspo.environments.environment import Environment
 from gspo.generation.engine import api
 from gspo.generation.engine.api import Completion, EngineLike
 from gspo.generation.rollout.chat_turns import ChatTurns, ObservationError, PlainTurns
 from gspo.generation.rollout.driver import RolloutDriver
-from gspo.generation.rollout.environment_client import EnvironmentClient
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.rollout.in_flight import InFlightRollout
 from gspo_proto import rollout_pb2
@@ -70,7 +70,7 @@ class ScriptedEngine:
 
 
 @dataclass
-class ScriptedGame:
+class ScriptedGame(Environment):
     """An environment that has all its answers ready; the state counts the turns."""
 
     answers: list[EnvironmentReply]
@@ -79,11 +79,11 @@ class ScriptedGame:
     calls: list[str] = field(default_factory=list)
     tasks: list[Any] = field(default_factory=list)
 
-    async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
+    async def begin(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
         self.tasks.append(json.loads(request.task_json))
         return EnvironmentReply(state_json="0", observation_json=self.opening, version="v1")
 
-    async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
+    async def step(self, request: StepRequest, timeout_s: float, task_json: str) -> EnvironmentReply:
         self.actions.append(request.action)
         self.calls.append(request.calls_json)
         assert request.version == "v1"
@@ -115,7 +115,7 @@ def task_of(tokenizer: PreTrainedTokenizerFast, max_tokens: int = 400, **play: A
 
 
 def driver_of(engine: ScriptedEngine, game: ScriptedGame) -> RolloutDriver:
-    episodes = Episodes(cast("EnvironmentClient", game), engine.tokenizer)
+    episodes = Episodes(game, engine.tokenizer)
     return RolloutDriver(cast("EngineLike", engine), engine.tokenizer, GenerationConfig(), episodes)
 
 
@@ -191,7 +191,7 @@ async def test_a_rollout_goes_on_from_any_save() -> None:
     in_flight = in_flight_of(task_of(tokenizer))
     nothing = api.Tokens([], [], [])
     for asked in (engine, game):
-        for name in ("generate",) if asked is engine else ("reset", "step"):
+        for name in ("generate",) if asked is engine else ("begin", "step"):
             call = getattr(asked, name)
 
             async def saved_before(*args: Any, call: Any = call) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 
 import structlog
 
+from gspo.common.config.gateway import KEY_VARIABLE
 from gspo.common.config.reward import EnvironmentConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest
-from gspo.common.network.environment_server import KEY_VARIABLE, ServerTroubleError
-from gspo.mcp_servers.mcp_connection import McpConnection
+from gspo.environments.session_server import ServerTroubleError
 from gspo.reward.sandbox.launch import LevelName
 from gspo.reward.sandbox.levels import find_agent_level
 from gspo.reward.sandbox.memory_watch import MemoryWatch
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 async def with_listed_tools(config: Config, *, is_patient: bool = False) -> Config:
-    """A copy of a configuration whose environments with MCP servers have the descriptions of their tools.
+    """The configuration; where environments have MCP servers, a copy with the descriptions of their tools.
 
     Args:
         is_patient: Ask an unreachable server again for reach_timeout_s.
@@ -57,6 +57,8 @@ async def listed_tools(
     Raises:
         InputError: The server cannot be asked, or has not the tools that the configuration names.
     """
+    from gspo.environments.mcp.mcp_connection import McpConnection  # here: the package mcp takes a second to import
+
     config = environment.mcp
     where = f"{where}.mcp"
     for number, path in enumerate(config.reads):

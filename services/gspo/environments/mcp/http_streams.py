@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import httpx2
 from mcp.client.streamable_http import streamable_http_client
 
-from gspo.common.network.environment_server import (
-    CONNECT_TIMEOUT_S,
-    KEY_VARIABLE,
-    ServerTroubleError,
-    retry_after_s,
-    server_header,
-)
 from gspo.common.network.outer_http import no_cookies, outer_headers
-from gspo.mcp_servers.stdio_streams import MAX_MESSAGE_BYTES, TOO_LARGE
+from gspo.environments.mcp.stdio_streams import MAX_MESSAGE_BYTES, TOO_LARGE
+from gspo.environments.session_server import (
+    CONNECT_TIMEOUT_S,
+    ServerTroubleError,
+    server_header,
+    trouble_of_status,
+)
 
 if TYPE_CHECKING:
     from mcp.client._transport import TransportStreams
@@ -50,23 +49,11 @@ class HttpStreams:
 
     def on_answer(self, request: httpx2.Request, answer: httpx2.Response) -> None:
         """Note why the server refuses a request."""
-        status = answer.status_code
-        why = f"{self._url} answered HTTP {status}"
         if request.method != "POST":
             return
-        if status < 400:
-            self.refusal = None
-        elif status in (401, 403):
-            text = f"{why} (its key comes from the environment variable {KEY_VARIABLE})"
-            self.refusal = ServerTroubleError("forbidden", text)
-        elif status in (429, 503):
-            self.refusal = ServerTroubleError("environment_full", why, retry_after_s(answer.headers.get("retry-after")))
-        elif status == 404 and _SESSION_HEADER in request.headers:
-            self.refusal = ServerTroubleError("session_lost", why)
-        elif status in (502, 504):
-            self.refusal = ServerTroubleError("environment_unreachable", why)
-        else:
-            self.refusal = ServerTroubleError("exception", why)
+        status, retry_after = answer.status_code, answer.headers.get("retry-after")
+        lost = (404,) if _SESSION_HEADER in request.headers else ()
+        self.refusal = None if status < 400 else trouble_of_status(self._url, status, retry_after, lost=lost)
 
 
 class _BoundedTransport(httpx2.AsyncHTTPTransport):

@@ -1,7 +1,7 @@
 """The sessions of rollouts on MCP servers: each turn's calls are made in their order, and their results are one answer.
 
 Faults of the policy and of a tool are answers to the policy. Faults of the server are a ServerTroubleError;
-services/gspo/generation/rollout/remote_environment.py begins the rollout anew then, or asks again.
+services/gspo/environments/server_environment.py begins the rollout anew then, or asks again.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 from typing import Any
 
 from gspo.common.config.reward import EnvironmentConfig
-from gspo.common.network.environment_server import ServerTroubleError, ServerTurn
 from gspo.common.telemetry import metrics
-from gspo.mcp_servers.mcp_connection import McpConnection, RefusedCall
-from gspo.mcp_servers.tool_results import cut, text_of_result
+from gspo.environments.mcp.mcp_connection import McpConnection, RefusedCall
+from gspo.environments.mcp.tool_results import cut, text_of_result
+from gspo.environments.session_server import ServerTroubleError, ServerTurn
 from gspo.reward.sandbox.launch import ConfinementLevel, LevelName
 from gspo.reward.sandbox.levels import find_agent_level
 from gspo.reward.sandbox.memory_watch import MemoryWatch

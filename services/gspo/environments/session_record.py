@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from gspo.common.network.environment_server import ServerTurn
+from gspo.environments.session_server import ServerTurn
 
 _DIGEST_CHARS = 16
 

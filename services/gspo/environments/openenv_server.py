@@ -18,37 +18,21 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
-from gspo.common.config.reward import EnvironmentConfig
-from gspo.common.network.environment_server import (
+from gspo.common.plain_json import whole_text
+from gspo.environments.session_server import (
     CONNECT_TIMEOUT_S,
-    KEY_VARIABLE,
     MAX_REPLY_BYTES,
     TEXT_CHARS,
-    HttpSessions,
     ServerTroubleError,
     ServerTurn,
-    SessionServer,
     TroubleKind,
     read_json,
     read_reply,
-    retry_after_s,
     server_header,
+    trouble_of_status,
 )
-from gspo.common.plain_json import whole_text
 
 _TOO_LARGE = 1009  # RFC 6455: a message beyond the limit
-
-
-def session_server(config: EnvironmentConfig) -> SessionServer:
-    """The client of an environment on a server, by its protocol."""
-    if config.protocol == "openenv":
-        return OpenEnvSessions(
-            config.url or "",
-            action_field=config.action_field,
-            observation_field=config.observation_field,
-            ping_every_s=config.ping_every_s,
-        )
-    return HttpSessions(config.url or "")
 
 
 class _DirectConnect(connect):
@@ -117,15 +101,9 @@ class OpenEnvSessions:
                 ping_timeout=None,  # a step may keep the server's event loop for as long as it likes
             )
         except InvalidStatus as error:
-            status = error.response.status_code
-            why = f"{self._url} answered HTTP {status}" + ", and a redirect is not followed" * (300 <= status < 400)
-            if status in (401, 403):
-                text = f"{why} (its key comes from the environment variable {KEY_VARIABLE})"
-                raise ServerTroubleError("forbidden", text) from error
-            if status in (429, 503):
-                wait_s = retry_after_s(error.response.headers.get("retry-after"))
-                raise ServerTroubleError("environment_full", why, wait_s) from error
-            raise ServerTroubleError("exception" if status < 500 else "environment_unreachable", why) from error
+            status, retry_after = error.response.status_code, error.response.headers.get("retry-after")
+            text = ", and a redirect is not followed" * (300 <= status < 400)
+            raise trouble_of_status(self._url, status, retry_after, text, unreachable=range(500, 600)) from error
         except (OSError, WebSocketException) as error:
             text = f"{self._url} gives no answer ({type(error).__name__}: {error})"
             raise ServerTroubleError("environment_unreachable", text) from error

@@ -7,19 +7,21 @@
 
 The fields are those of OpenEnv's HTTP API, whose requests name no session. docs/conversations.md has the whole form.
 openenv_server.py asks OpenEnv's own servers, which keep sessions over WebSocket alone. Requests are repeated by
-services/gspo/generation/rollout/remote_environment.py.
+server_environment.py.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import httpx
 
 from gspo.common.chat_messages import is_observation
+from gspo.common.config.gateway import KEY_VARIABLE
 from gspo.common.network.api_keys import key_header
 from gspo.common.network.outer_http import AnswerTooLargeError, bounded_answer, outer_client
 from gspo.common.plain_json import plain_json, whole_text
@@ -28,7 +30,6 @@ from gspo.common.score_numbers import NUMBER_RULE, bounded_number
 # An observation of as many bytes is far longer than any conversation.
 MAX_REPLY_BYTES = 2**20
 TEXT_CHARS = 300
-KEY_VARIABLE = "GSPO_ENVIRONMENT_API_KEY"
 CONNECT_TIMEOUT_S = 10.0
 # If a full server names no time, or one beyond these.
 _LEAST_WAIT_S, _USUAL_WAIT_S, _LONGEST_WAIT_S = 0.1, 1.0, 60.0
@@ -173,22 +174,36 @@ class HttpSessions:
             text = f"{where} gives no answer ({type(error).__name__}: {error})"
             raise ServerTroubleError("environment_unreachable", text) from error
         if not reply.is_success:
-            _refuse(where, reply, received.decode(errors="replace"), begins=begins)
+            text, lost = f": {received.decode(errors='replace')[:TEXT_CHARS]}", () if begins else (404, 409, 410)
+            raise trouble_of_status(where, reply.status_code, reply.headers.get("retry-after"), text, lost=lost)
         return read_json(received.decode(errors="replace"), where) if has_content else None
 
 
-def _refuse(where: str, reply: httpx.Response, text: str, *, begins: bool) -> NoReturn:
-    """Raise the trouble that an HTTP status means."""
-    status, why = reply.status_code, f"{where} answered HTTP {reply.status_code}: {text[:TEXT_CHARS]}"
-    if status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE):
-        raise ServerTroubleError("environment_full", why, retry_after_s(reply.headers.get("retry-after")))
-    if status in (httpx.codes.BAD_GATEWAY, httpx.codes.GATEWAY_TIMEOUT):
-        raise ServerTroubleError("environment_unreachable", why)
-    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        raise ServerTroubleError("forbidden", f"{why} (its key comes from the environment variable {KEY_VARIABLE})")
-    if not begins and status in (httpx.codes.NOT_FOUND, httpx.codes.GONE, httpx.codes.CONFLICT):
-        raise ServerTroubleError("session_lost", why)
-    raise ServerTroubleError("exception", why)
+def trouble_of_status(
+    where: str,
+    status: int,
+    retry_after: str | None,
+    text: str = "",
+    *,
+    lost: Collection[int] = (),
+    unreachable: Collection[int] = (502, 504),
+) -> ServerTroubleError:
+    """The trouble that an HTTP status means.
+
+    Args:
+        retry_after: The header of this name.
+        text: More of the answer, for the message.
+        lost: The statuses that say that a session is not there.
+        unreachable: Those of a server, or a proxy, that may answer later.
+    """
+    why = f"{where} answered HTTP {status}{text}"
+    if status in (401, 403):
+        return ServerTroubleError("forbidden", f"{why} (its key comes from the environment variable {KEY_VARIABLE})")
+    if status in (429, 503):
+        return ServerTroubleError("environment_full", why, retry_after_s(retry_after))
+    if status in unreachable:
+        return ServerTroubleError("environment_unreachable", why)
+    return ServerTroubleError("session_lost" if status in lost else "exception", why)
 
 
 def retry_after_s(header: str | None) -> float:

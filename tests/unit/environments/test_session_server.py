@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gspo.common.network.environment_server import ServerTroubleError, ServerTurn, read_json, read_reply, retry_after_s
+from gspo.environments.session_server import ServerTroubleError, ServerTurn, read_json, read_reply, retry_after_s
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ import json
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,16 +25,15 @@ import structlog
 
 from gspo.common.config.reward import EnvironmentConfig, RewardConfig
 from gspo.common.config.sources import Source, remote_environments
-from gspo.common.network.environment_server import ServerTroubleError, ServerTurn, SessionServer
-from gspo.common.network.openenv_server import session_server
 from gspo.common.plain_json import whole_text
 from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
-from gspo.generation.rollout.session_record import SessionRecord
-from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
+from gspo.environments.environment import Environment, failed
+from gspo.environments.openenv_server import OpenEnvSessions
+from gspo.environments.session_record import SessionRecord
+from gspo.environments.session_server import HttpSessions, ServerTroubleError, ServerTurn, SessionServer
+from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 
-# Failures that say nothing of the policy's actions: the rollout may begin anew.
-LOST_KINDS = ("environment_unreachable", "session_lost")
 # A full server names its own time; an unreachable one is tried again after a pause that doubles.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 3.0
 _SAY_EVERY_S = 30.0
@@ -47,12 +47,14 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-class RemoteEnvironment:
-    """Plays the sessions of one server, with the methods of EnvironmentClient.
+class ServerEnvironment(Environment):
+    """Plays the sessions of one server.
 
     Args:
-        server: Asks it; by the configuration's protocol by default.
+        server: Asks it; by the configuration's kind by default.
     """
+
+    has_places = True
 
     def __init__(self, config: EnvironmentConfig, server: SessionServer | None = None) -> None:
         self._config, self._server = config, server or session_server(config)
@@ -62,14 +64,11 @@ class RemoteEnvironment:
         self._ending = asyncio.Event()
         self._next_message_s = 0.0
 
-    async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
-        """Begin a session, as soon as the server has a place.
+    async def begin(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
+        """Begin a session, as soon as the server has a place: a full one is waited for as long as a rollout may take.
 
         Args:
-            timeout_s: Time of one answer. A full server is waited for as long as a rollout may take.
-
-        Returns:
-            The reply. Every failure is the reply's `failure`.
+            timeout_s: Time of one answer.
         """
         session = uuid.uuid4().hex
         try:
@@ -79,17 +78,13 @@ class RemoteEnvironment:
         except BaseException as error:
             self._end(session)  # the server may have begun it, and the answer was lost
             if isinstance(error, ServerTroubleError):
-                return _failed(error)
+                return failed(error.kind, str(error))
             raise
         self._keep(session)
         return self._reply(self._begun(session, turn), turn)
 
     async def step(self, request: StepRequest, timeout_s: float, task_json: str) -> EnvironmentReply:
-        """The server's answer to a turn; failures as in `reset`.
-
-        Args:
-            task_json: The rollout's task, for a replay of its session.
-        """
+        """The server's answer to a turn, maybe of a session that replaces a lost one."""
         record = SessionRecord.from_json(request.state_json)
         calls = json.loads(request.calls_json) if request.calls_json else None
         action = request.action if calls is None else {"text": request.action, "calls": calls}
@@ -105,17 +100,10 @@ class RemoteEnvironment:
                     self._end(record.session)  # the rollout does not know it
                     raise
         except ServerTroubleError as error:
-            return _failed(error)
+            return failed(error.kind, str(error))
 
     async def resume(self, state_json: str, task_json: str) -> EnvironmentReply:
-        """Take over a session that another generator began, which may have gone further there than the rollout.
-
-        Args:
-            task_json: As in `step`.
-
-        Returns:
-            A reply with the session's state alone; a session that cannot be continued is its `failure`.
-        """
+        """Take over a session that another generator began, unless it has gone further there than the rollout."""
         record = SessionRecord.from_json(state_json)
         if record.session in self._pings:
             return EnvironmentReply(state_json=state_json)
@@ -129,20 +117,15 @@ class RemoteEnvironment:
             except ServerTroubleError as error:
                 record = await self._replayed(record, task_json, error)
         except ServerTroubleError as error:
-            return _failed(error)
+            return failed(error.kind, str(error))
         return EnvironmentReply(state_json=record.to_json())
 
-    def close(self, state_json: str) -> None:
-        """End a rollout's session, in the background."""
+    def end(self, state_json: str) -> None:
+        """As in Environment."""
         self._end(SessionRecord.from_json(state_json).session)
 
     def hand_over(self, state_json: str, is_needed: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """Leave a session to the generator that continues its rollout.
-
-        Args:
-            is_needed: Asked after a moment whether any generator continues the rollout; if none does, the session is
-                closed. None: one does.
-        """
+        """As in Environment."""
         session = SessionRecord.from_json(state_json).session
         if not self._server.needs_pings:  # it is this generator's connection
             self._end(session)
@@ -316,36 +299,41 @@ class RemoteEnvironment:
             await self._close(session)
 
 
-class RemoteEnvironments:
-    """The environments of a run that are on servers, by their names in tasks.
+@asynccontextmanager
+async def environments_on_servers(
+    sources: Sequence[Source], reward: RewardConfig
+) -> AsyncIterator[Mapping[str, ServerEnvironment]]:
+    """The environments of a run that are on servers, by their names in tasks; their sessions end with the block.
 
     Args:
         reward: Has the least confinement level of an MCP server's command.
     """
-
-    def __init__(self, sources: Sequence[Source] = (), reward: RewardConfig | None = None) -> None:
-        self.by_name: Mapping[str, RemoteEnvironment] = {
-            name: RemoteEnvironment(environment, _mcp_server(environment, reward or RewardConfig()))
-            for name, (_, environment) in remote_environments(sources).items()
-        }
-
-    async def aclose(self) -> None:
-        """End the sessions and the connections."""
-        await asyncio.gather(*(environment.aclose() for environment in self.by_name.values()))
+    environments = {
+        name: ServerEnvironment(environment, session_server(environment, reward))
+        for name, (_, environment) in remote_environments(sources).items()
+    }
+    try:
+        yield environments
+    finally:
+        await asyncio.gather(*(environment.aclose() for environment in environments.values()))
 
 
-def _mcp_server(environment: EnvironmentConfig, reward: RewardConfig) -> SessionServer | None:
-    if not environment.mcp.used:
-        return None
-    from gspo.mcp_servers.mcp_sessions import McpSessions  # here: importing the package mcp takes a second
+def session_server(environment: EnvironmentConfig, reward: RewardConfig | None = None) -> SessionServer:
+    """The client of an environment on a server, by its kind; `reward` as above."""
+    if environment.kind == "mcp":
+        from gspo.environments.mcp.mcp_sessions import McpSessions  # here: importing the package mcp takes a second
 
-    return McpSessions(environment, reward.sandbox_minimum)
+        return McpSessions(environment, (reward or RewardConfig()).sandbox_minimum)
+    if environment.is_openenv:
+        return OpenEnvSessions(
+            environment.url or "",
+            action_field=environment.action_field,
+            observation_field=environment.observation_field,
+            ping_every_s=environment.ping_every_s,
+        )
+    return HttpSessions(environment.url or "")
 
 
 def _spread(seconds: float, most: float) -> float:
     """So long, or up to `most` times as long: rollouts that wait together do not ask together."""
     return seconds * random.uniform(1.0, most)  # noqa: S311 - it hides nothing
-
-
-def _failed(error: ServerTroubleError) -> EnvironmentReply:
-    return EnvironmentReply(failure=EnvironmentFailure(kind=error.kind, text=str(error)))

@@ -1,4 +1,4 @@
-"""Calls resets and steps of environments on the reward replicas of a run.
+"""Environments that are functions: their resets and steps are calls of a run's reward replicas.
 
 A step is pure: where a replica ends before it answers, the client calls another one.
 waits for: a reward replica, an answer. unblocked by: heartbeats, the reward service.
@@ -18,7 +18,8 @@ from gspo.common.service.app import Service
 from gspo.common.service.replicas import ReplicaLostError, Replicas
 from gspo.common.streams.keys import REWARD
 from gspo.common.telemetry import metrics
-from gspo_proto.reward_pb2 import EnvironmentFailure, EnvironmentReply, ResetRequest, StepRequest
+from gspo.environments.environment import Environment, failed
+from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 from gspo_proto.reward_pb2_grpc import RewardStub
 
 # Longest time of trying one replica after another; a reward service that was killed is back in seconds.
@@ -37,7 +38,7 @@ _FINAL = {
 Method = Callable[[RewardStub], Any]
 
 
-class EnvironmentClient:
+class FunctionEnvironment(Environment):
     """Calls environments on the reward replicas of a run."""
 
     def __init__(self, service: Service) -> None:
@@ -48,19 +49,12 @@ class EnvironmentClient:
         """Follow the replicas' heartbeats until cancelled; then close."""
         await self._replicas.run()
 
-    async def reset(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
-        """The beginning of an episode.
-
-        Args:
-            timeout_s: Time of the environment's own work.
-
-        Returns:
-            The reply. Every failure is the reply's `failure`, also where no replica can be reached.
-        """
+    async def begin(self, request: ResetRequest, timeout_s: float) -> EnvironmentReply:
+        """As in Environment; it also fails if no replica can be reached."""
         return await self._ask("reset", timeout_s, lambda stub: stub.ResetEnvironment, request)
 
-    async def step(self, request: StepRequest, timeout_s: float) -> EnvironmentReply:
-        """The environment's answer to a turn; arguments and failures as in `reset`."""
+    async def step(self, request: StepRequest, timeout_s: float, task_json: str = "") -> EnvironmentReply:  # noqa: ARG002
+        """As in `begin`. The state is in the request."""
         return await self._ask("step", timeout_s, lambda stub: stub.StepEnvironment, request)
 
     async def _ask(self, what: str, timeout_s: float, method: Method, request: Any) -> EnvironmentReply:
@@ -80,14 +74,10 @@ class EnvironmentClient:
                 except grpc.aio.AioRpcError as error:
                     reason = f"{error.code().name}: {error.details()}"
                     if error.code() in _FINAL:
-                        return _failed(_FINAL[error.code()], error.details() or reason)
+                        return failed(_FINAL[error.code()], error.details() or reason)
                     last = f"{replica.instance.name} said {reason}"
                 except ReplicaLostError as error:
                     last = str(error)
                 metrics.ENVIRONMENT_RETRIES.inc()
                 await asyncio.sleep(_PAUSE_S)
-        return _failed("unreachable", f"no reward service answered a {what} in {REACH_TIMEOUT_S:g} s: {last}")
-
-
-def _failed(kind: str, text: str) -> EnvironmentReply:
-    return EnvironmentReply(failure=EnvironmentFailure(kind=kind, text=text))
+        return failed("unreachable", f"no reward service answered a {what} in {REACH_TIMEOUT_S:g} s: {last}")

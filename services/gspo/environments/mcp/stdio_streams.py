@@ -17,7 +17,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from mcp.shared.message import SessionMessage
 from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
 
-from gspo.mcp_servers.server_program import ServerProgram
+from gspo.environments.mcp.server_program import ServerProgram
 
 # Far more than a conversation can hold, and little beside a generator's memory.
 MAX_MESSAGE_BYTES = 4 * 2**20

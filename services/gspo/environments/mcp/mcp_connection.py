@@ -20,10 +20,10 @@ from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, ListTo
 from pydantic import ValidationError
 
 from gspo.common.config.gateway import McpConfig
-from gspo.common.network.environment_server import TEXT_CHARS, ServerTroubleError
-from gspo.mcp_servers.http_streams import HttpStreams
-from gspo.mcp_servers.server_program import ServerProgram
-from gspo.mcp_servers.stdio_streams import stdio_streams
+from gspo.environments.mcp.http_streams import HttpStreams
+from gspo.environments.mcp.server_program import ServerProgram
+from gspo.environments.mcp.stdio_streams import stdio_streams
+from gspo.environments.session_server import TEXT_CHARS, ServerTroubleError
 from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.memory_watch import MemoryWatch
 

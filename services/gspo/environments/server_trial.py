@@ -1,6 +1,6 @@
 """The trial of an environment on a server before a run: one session, from its reset to its close.
 
-It starts nothing. A run plays the sessions in services/gspo/generation/rollout/remote_environment.py.
+It starts nothing. A run plays the sessions in services/gspo/environments/server_environment.py.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from gspo.common.config.gateway import KEY_VARIABLE
 from gspo.common.config.reward import EnvironmentConfig
 from gspo.common.errors import InputError, warn
-from gspo.common.network.environment_server import KEY_VARIABLE, ServerTroubleError, SessionServer
-from gspo.common.network.openenv_server import session_server
+from gspo.environments.server_environment import session_server
+from gspo.environments.session_server import ServerTroubleError, SessionServer
 
 _FORM = "Correct the server by the form in docs/conversations.md"
 _OR_OPENENV = "; OpenEnv's own servers need environment.protocol: openenv"
