@@ -53,7 +53,7 @@ def print_keys(prefix: str, console: Console) -> None:
         console.print(Text("\nAll keys, by section", "bold"))
     for key in keys:
         resume = "may change on resume" if key.on_resume else "fixed"
-        facts = f"{_kind(key)}; default {key.default}; {resume}{f'; {key.owner}' if key.owner else ''}"
+        facts = f"{_kind(key)}; default {key.default}; {resume}{f'; with {key.owner}' if key.owner else ''}"
         if not console.is_terminal:
             console.print(Text(f"{key.name}  {facts}  {key.meaning}"), soft_wrap=True)
             continue
@@ -75,7 +75,7 @@ def markdown(prefix: str) -> str:
         )
         for key in keys:
             changes = "may change" if key.on_resume else "fixed"
-            with_owner = f"{key.meaning}. {key.owner[0].upper()}{key.owner[1:]}" if key.owner else key.meaning
+            with_owner = f"{key.meaning}. With {key.owner}" if key.owner else key.meaning
             parts.append(_row(f"`{key.name}`", _kind(key), f"`{key.default}`", changes, with_owner))
         parts.append("")
     return "\n".join(parts)

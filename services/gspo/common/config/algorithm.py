@@ -5,10 +5,18 @@ gspo_core computes it, from plain numbers that the learner reads here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from gspo.common.config.fields import FilePath, Owner, Section
 from gspo.common.config.presets import (
@@ -37,6 +45,13 @@ _SEQUENCE_CLIP = Owner(
 )
 
 
+_NO_OWN_LOSS = Owner(
+    "algorithm.loss.path, whose function is the whole loss of a token",
+    lambda section: not section.has_own_loss,
+    is_rival=True,
+)
+
+
 class LossConfig(Section):
     """A loss of your own, in place of ratio, objective and clip; the learner's process runs its code."""
 
@@ -54,6 +69,7 @@ class LossConfig(Section):
 class AlgorithmConfig(Section):
     """Group Sequence Policy Optimization and its relatives."""
 
+    OWNED: ClassVar[Mapping[str, tuple[Owner, ...]]] = dict.fromkeys(OBJECTIVE_KEYS, (_NO_OWN_LOSS,))
     preset: Literal["gspo", "roll-gspo", "grpo", "dr-grpo"] = Field(
         "gspo", description="Preset of the keys below; explicit keys override it"
     )
@@ -167,10 +183,19 @@ class AlgorithmConfig(Section):
     )
     loss: LossConfig = Field(default_factory=LossConfig)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _fill_from_preset(cls, keys: Any) -> Any:
-        return filled_from_preset(keys) if isinstance(keys, dict) else keys
+    def _fill_from_preset(cls, keys: Any, parsed: ModelWrapValidatorHandler[Self]) -> Self:
+        """Keys of the preset do not count as written where another section has an owner of theirs."""
+        if not isinstance(keys, dict):
+            return parsed(keys)
+        section = parsed(filled_from_preset(keys))
+        section.model_fields_set.intersection_update(keys)
+        return section
+
+    def default_of(self, key: str) -> Any:
+        """As in Section: that of the preset."""
+        return getattr(type(self)(preset=self.preset), key)
 
     @model_validator(mode="after")
     def _clip_is_set_one_way(self) -> AlgorithmConfig:
@@ -180,16 +205,6 @@ class AlgorithmConfig(Section):
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise self.wrong("dual_clip_loss", "as c must be above 1", "Set a larger one, true or false")
-        return self
-
-    @model_validator(mode="after")
-    def _own_loss_is_the_whole_objective(self) -> AlgorithmConfig:
-        if self.has_own_loss:
-            self.check_defaults(
-                "has no effect beside algorithm.loss.path, whose function is the whole loss of a token",
-                "Leave it out, or leave algorithm.loss out",
-                OBJECTIVE_KEYS,
-            )
         return self
 
     @model_validator(mode="after")

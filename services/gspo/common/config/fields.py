@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import attrgetter
@@ -174,14 +174,14 @@ class Section(BaseModel):
         may_change: Whether its keys may change when a run is resumed.
         KINDS: Keys of which one at most is set; it says the section's kind.
         OWNER: Of all keys but those that make it; None: the section always has an effect.
-        OWNED: Owners of keys further within, by their paths.
+        OWNED: More owners of its keys, and those of keys further within, by their paths.
         REMOVED: Keys that older runs have stored, with the value that then had no effect.
     """
 
     may_change: ClassVar[bool] = False
     KINDS: ClassVar[tuple[str, ...]] = ()
     OWNER: ClassVar[Owner | None] = None
-    OWNED: ClassVar[Mapping[str, Owner]] = {}
+    OWNED: ClassVar[Mapping[str, tuple[Owner, ...]]] = {}
     REMOVED: ClassVar[Mapping[str, Any]] = {}
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -199,11 +199,9 @@ class Section(BaseModel):
         """The error of a key of this section, or of one within, whose value breaks a rule."""
         return ConfigError(key, attrgetter(key)(self), rule, fix)
 
-    def check_defaults(self, rule: str, fix: str, keys: Iterable[str]) -> None:
-        """Refuse a key with another value than its default, where no other would have an effect."""
-        for key in keys:
-            if getattr(self, key) != self._default(key):
-                raise self.wrong(key, rule, fix)
+    def default_of(self, key: str) -> Any:
+        """The value of a key that is left out."""
+        return type(self).model_fields[key].get_default(call_default_factory=True, validated_data={})
 
     def missing_owner(self, path: str, *, is_strict: bool = True) -> Owner | None:
         """The owner of a key that is absent; None where the key has an effect.
@@ -237,7 +235,8 @@ class Section(BaseModel):
             owner, value = self.missing_owner(key, is_strict=False), attrgetter(key)(self)
             if owner is None or not self._is_written(key) or _is_off(value):
                 continue
-            if not (_is_old(info) and value == self._default(key)):
+            section, name = self._place(key)
+            if not (_is_old(info) and value == section.default_of(name)):
                 raise self.wrong(key, owner.rule, owner.fix)
         return self
 
@@ -259,7 +258,7 @@ class Section(BaseModel):
 
     def _owned_keys(self) -> Iterator[str]:
         yield from type(self).model_fields
-        yield from self.OWNED
+        yield from (key for key in self.OWNED if key not in type(self).model_fields)
 
     def _is_written(self, path: str) -> bool:
         section: Section = self
@@ -269,18 +268,15 @@ class Section(BaseModel):
             section = getattr(section, part)
         return True
 
-    def _default(self, path: str) -> Any:
-        section, key = self._place(path)
-        return type(section).model_fields[key].get_default(call_default_factory=True, validated_data={})
-
 
 @cache
 def owners_of(section: type[Section], key: str) -> tuple[Owner, ...]:
     """The owner of the section, and those of a key of it, or of one further within."""
+    owned = section.OWNED.get(key, ())
     if key not in section.model_fields:
-        return (section.OWNED[key],) if key in section.OWNED else ()
+        return owned
     of_section = (section.OWNER,) if section.OWNER is not None and key not in section.OWNER.makes else ()
-    return of_section + tuple(part for part in section.model_fields[key].metadata if isinstance(part, Owner))
+    return *of_section, *(part for part in section.model_fields[key].metadata if isinstance(part, Owner)), *owned
 
 
 def _is_off(value: Any) -> bool:

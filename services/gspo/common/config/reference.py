@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gspo.common.config.fields import ON_GPUS, PATTERNS, Owner
+from gspo.common.config.fields import ON_GPUS, PATTERNS, Owner, Section
 from gspo.common.config.schema import Config
 from gspo.common.errors import in_yaml
 
@@ -21,7 +20,7 @@ class Key:
 
     Attributes:
         on_gpus: Its default on a machine with GPUs; None if the default is the same on every machine.
-        owner: What it has no effect without, such as `with environment.url`, or beside; empty without any.
+        owner: Keys without which it has no effect; empty without any.
     """
 
     name: str
@@ -45,18 +44,18 @@ def item_keys(key: Key) -> list[Key]:
     return list(_walk(model, f"{key.name}.N.")) if model else []
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
     for name, field in model.model_fields.items():
         inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        if isinstance(inner, type) and issubclass(inner, Section):
             yield from _walk(inner, f"{prefix}{name}.")
         else:
-            yield _key(f"{prefix}{name}", field, may_change=getattr(model, "may_change", False))
+            owners = [part for part in field.metadata if isinstance(part, Owner)]
+            owners += (*model.OWNED.get(name, ()), *Config.OWNED.get(f"{prefix}{name}", ()))
+            yield _key(f"{prefix}{name}", field, owners, may_change=model.may_change)
 
 
-def _key(name: str, field: FieldInfo, *, may_change: bool) -> Key:
-    owners = [*field.metadata, Config.OWNED.get(name)]
-    owners = [owner for owner in owners if isinstance(owner, Owner)]
+def _key(name: str, field: FieldInfo, owners: list[Owner], *, may_change: bool) -> Key:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     on_gpus = extra.get(ON_GPUS)
     return Key(
@@ -67,7 +66,7 @@ def _key(name: str, field: FieldInfo, *, may_change: bool) -> Key:
         meaning=field.description or "",
         on_resume=bool(extra.get("on_resume", may_change)),
         on_gpus=on_gpus,
-        owner=", ".join(f"{'not ' if owner.is_rival else ''}with {owner.text}" for owner in owners),
+        owner=", ".join(owner.text for owner in owners if not owner.is_rival),
     )
 
 
@@ -90,7 +89,7 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(inner[0])}"
     if origin is dict:
         return "mapping"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         return "{" + ", ".join(annotation.model_fields) + "}"
     return {"str": "text", "int": "integer", "float": "number", "bool": "true | false", "Path": "path"}.get(
         annotation.__name__, str(annotation)
@@ -118,9 +117,9 @@ def names_at(prefix: str) -> list[str]:
     return list(model.model_fields) if model else []
 
 
-def section_at(prefix: str) -> type[BaseModel] | None:
+def section_at(prefix: str) -> type[Section] | None:
     """The section of that name, an item of a list by its number included; None where a value stands there."""
-    model: type[BaseModel] = Config
+    model: type[Section] = Config
     for part in prefix.split(".") if prefix else ():
         if part.isdigit():
             continue
@@ -128,7 +127,7 @@ def section_at(prefix: str) -> type[BaseModel] | None:
         if field is None:
             return None
         parts = (field.annotation, *get_args(field.annotation))
-        inner = next((a for a in parts if isinstance(a, type) and issubclass(a, BaseModel)), None)
+        inner = next((a for a in parts if isinstance(a, type) and issubclass(a, Section)), None)
         if inner is None:
             return None
         model = inner

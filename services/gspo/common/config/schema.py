@@ -36,7 +36,7 @@ from gspo.common.config.fields import (
 from gspo.common.config.gateway import AgentConfig, GatewayConfig
 from gspo.common.config.reward import EnvironmentConfig, RewardConfig
 from gspo.common.config.sources import SHARED_BY_SOURCES, DataConfig, Source, check_sources, sources_of
-from gspo.common.config.teacher import TeacherConfig
+from gspo.common.config.teacher import BESIDE_TEACHER, TeacherConfig
 from gspo.common.errors import NO_VALUE, ConfigError
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -189,13 +189,14 @@ _NO_AGENT = Owner("an agent, whose requests run to their ends", lambda config: n
 class Config(Section):
     """Everything a user says about a run."""
 
-    OWNED: ClassVar[Mapping[str, Owner]] = {
-        "services.gateway_port": _GATEWAY,
-        "algorithm.ratio_of": _AGENT,
-        "algorithm.rollout_length": _AGENT,
-        "learner.mismatch_every": _LAG,
-        "generation.segment_tokens": _NO_AGENT,
+    OWNED: ClassVar[Mapping[str, tuple[Owner, ...]]] = {
+        **BESIDE_TEACHER,
         **SHARED_BY_SOURCES,
+        "services.gateway_port": (_GATEWAY,),
+        "algorithm.ratio_of": (_AGENT, *BESIDE_TEACHER["algorithm.ratio_of"]),
+        "algorithm.rollout_length": (_AGENT,),
+        "learner.mismatch_every": (_LAG,),
+        "generation.segment_tokens": (_NO_AGENT,),
     }
     name: RunName = Field(description="Name of the run: its directory and its keys in Redis")
     seed: int = Field(0, ge=0, lt=2**31, description="Prompt order, sampling, permutations, initial random state")
@@ -267,7 +268,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sources_can_be_trained(self) -> Config:
-        self.teacher.check_rewards(self.algorithm)
         for source in self.sources:
             self.teacher.check_temperature(source.temperature, source.key("temperature"))
         if self.teacher.address is not None and self.agent.sampling == "client":

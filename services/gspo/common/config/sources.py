@@ -40,13 +40,13 @@ _SHARED = {
 }
 
 
-def _unless_replaced(name: str) -> Owner:
+def _unless_replaced(name: str) -> tuple[Owner, ...]:
     """The owner of a value for all sources, which has no effect where each has its own."""
 
     def is_there(config: Config) -> bool:
         return not config.data.sources or any(getattr(source, name) is None for source in config.data.sources)
 
-    return Owner(f"data.sources that all have their own {name}", is_there, is_rival=True)
+    return (Owner(f"data.sources that all have their own {name}", is_there, is_rival=True),)
 
 
 SHARED_BY_SOURCES = {key: _unless_replaced(name) for name, key in _SHARED.items() if name != "prompts"}

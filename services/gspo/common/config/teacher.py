@@ -5,22 +5,17 @@ On-policy distillation. gspo_core has the formulas; the learner loads the model,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import attrgetter
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.fields import ON_RESUME, HttpAddress, ModelPath, Owner, Section, no_password, of_kind
 from gspo.common.errors import NO_VALUE, ConfigError
 
-# Keys of algorithm that only change rewards, and those that only change the use of advantages.
-_OF_REWARDS = ["reward_norm", "reward_shift", "reward_scale", "reward_clip", "filter_zero_spread", "overlong_buffer"]
-_OF_ADVANTAGES = [
-    *("importance_sampling", "ratio_of", "objective", "pg_clip", "pg_clip_low", "pg_clip_high", "dual_clip_loss"),
-    *("pg_clip_reference_length", "gamma", "whiten_advantages", "advantage_clip"),
-]
+if TYPE_CHECKING:
+    from gspo.common.config.schema import Config
+
 _FILES, _SERVER = of_kind("teacher.path", "path"), of_kind("teacher.address", "address")
 
 
@@ -90,50 +85,46 @@ class TeacherConfig(Section):
                 "Set it to 1, or teacher.path: the learner then scores at the sampling's temperature",
             )
 
-    def check_rewards(self, algorithm: AlgorithmConfig) -> None:
-        """Refuse keys of `algorithm` that have no effect where rewards, or all advantages, count for nothing.
 
-        A value of the preset is accepted.
-
-        Raises:
-            ConfigError: Names the key.
-        """
-        if not self.alone:
-            return
-        _refuse_set(
-            _idle_without_rewards(algorithm),
-            algorithm,
-            "has no effect under teacher.alone: true, where rewards have no part in the advantages",
-        )
-        if self.trains_by_loss_alone and not algorithm.add_token_level_kl:
-            _refuse_set(
-                _idle_without_advantages(algorithm),
-                algorithm,
-                "has no effect under teacher.alone: true with teacher.kl_in: loss, where every advantage is 0",
-            )
+def _has_advantages(config: Config) -> bool:
+    return not config.teacher.trains_by_loss_alone or config.algorithm.add_token_level_kl
 
 
-def _idle_without_rewards(algorithm: AlgorithmConfig) -> list[str]:
-    """Keys that have no effect where rewards have no part; the estimator comes before the norm that it implies."""
-    # reinforce alone has a discount, and one rollout of a prompt.
-    allows = algorithm.gamma != 1 or algorithm.num_return_sequences_in_group == 1
-    is_needed = algorithm.adv_estimator == "reinforce" and allows
-    return [*_OF_REWARDS] if is_needed else ["adv_estimator", *_OF_REWARDS]
+def _needs_estimator(config: Config) -> bool:
+    """Whether rewards count, or the estimator is the only one with a discount, or for one rollout of a prompt."""
+    algorithm = config.algorithm
+    is_needed = algorithm.gamma != 1 or algorithm.num_return_sequences_in_group == 1
+    return not config.teacher.alone or (algorithm.adv_estimator == "reinforce" and is_needed)
 
 
-def _idle_without_advantages(algorithm: AlgorithmConfig) -> list[str]:
-    """Keys that have no effect where every advantage is 0."""
+def _masks_tokens(config: Config) -> bool:
+    """Whether there are advantages, or the correction takes tokens out of every loss."""
+    algorithm = config.algorithm
     masks = algorithm.behavior_correction == "mask" and algorithm.old_logprobs == "recompute"
-    if masks:  # takes tokens out of every loss
-        return _OF_ADVANTAGES
-    needs_old = algorithm.has_own_loss or algorithm.routing_replay == "learner"
-    return [*_OF_ADVANTAGES, "behavior_correction", *([] if needs_old else ["old_logprobs"])]
+    return _has_advantages(config) or masks
 
 
-def _refuse_set(keys: Sequence[str], algorithm: AlgorithmConfig, rule: str) -> None:
-    """Refuse another value of these keys than that of the preset."""
-    preset = AlgorithmConfig(preset=algorithm.preset)
-    for key in keys:
-        value = getattr(algorithm, key)
-        if value not in (getattr(preset, key), None):
-            raise ConfigError(f"algorithm.{key}", value, rule, "Leave it out, or set teacher.alone: false")
+def _needs_old_logprobs(config: Config) -> bool:
+    algorithm = config.algorithm
+    return _masks_tokens(config) or algorithm.has_own_loss or algorithm.routing_replay == "learner"
+
+
+_REWARDS = "teacher.alone: true, where rewards have no part in the advantages"
+_ADVANTAGES = "teacher.alone: true with teacher.kl_in: loss, where every advantage is 0"
+_OF_REWARDS = ("reward_norm", "reward_shift", "reward_scale", "reward_clip", "filter_zero_spread", "overlong_buffer")
+_OF_ADVANTAGES = (
+    *("importance_sampling", "ratio_of", "objective", "pg_clip", "pg_clip_low", "pg_clip_high", "dual_clip_loss"),
+    *("pg_clip_reference_length", "gamma", "whiten_advantages", "advantage_clip"),
+)
+# Keys of algorithm that have no effect where rewards, or all advantages, count for nothing.
+BESIDE_TEACHER: dict[str, tuple[Owner, ...]] = {
+    f"algorithm.{key}": (Owner(text, is_there, is_rival=True),)
+    for keys, text, is_there in (
+        (("adv_estimator",), _REWARDS, _needs_estimator),
+        (_OF_REWARDS, _REWARDS, lambda config: not config.teacher.alone),
+        (_OF_ADVANTAGES, _ADVANTAGES, _has_advantages),
+        (("behavior_correction",), _ADVANTAGES, _masks_tokens),
+        (("old_logprobs",), _ADVANTAGES, _needs_old_logprobs),
+    )
+    for key in keys
+}
