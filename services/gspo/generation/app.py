@@ -11,14 +11,13 @@ from typing import TypeAlias
 from transformers import AutoTokenizer
 
 from gspo.common.config.schema import Config
-from gspo.common.host.machine import engine_cards
+from gspo.common.host.machine import engine_gpus
 from gspo.common.model.files import model_folder
 from gspo.common.network.grpc_server import GrpcApi
 from gspo.common.service.app import App, Service, run_app
 from gspo.environments.environment import Environment
 from gspo.environments.function_environment import FunctionEnvironment
 from gspo.environments.server_environment import environments_on_servers
-from gspo.generation.cards import cards_of
 from gspo.generation.check import check
 from gspo.generation.engine.api import EngineLike
 from gspo.generation.engine.staging import PolicyCopies
@@ -26,6 +25,7 @@ from gspo.generation.loop import GenerationLoop
 from gspo.generation.rollout.driver import RolloutDriver
 from gspo.generation.rollout.episodes import Episodes
 from gspo.generation.servicer import SERVICE_NAME, GenerationGrpcServicer
+from gspo.generation.shared_gpus import gpus_of
 from gspo_proto import generation_pb2_grpc
 
 StartEngine: TypeAlias = Callable[[Config, Path], Awaitable[EngineLike]]
@@ -53,14 +53,14 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
     copies = await asyncio.to_thread(
         PolicyCopies.from_folder, folder, config.generation.dtype, trust_remote_code=trusted
     )
-    async with cards_of(service):
+    async with gpus_of(service):
         # The engine's processes import, load the model and answer a first request before it returns.
         activity.set("busy", "starting vLLM", "and loading the model into it")
         engine = await start_engine(config, folder)
         try:
-            cards = await asyncio.to_thread(engine_cards, config.generation.engine)
+            gpus = await asyncio.to_thread(engine_gpus, config.generation.engine)
             async with environments_on_servers(config.sources, config.reward) as on_servers:
-                yield _app(service, folder, engine, copies, cards, on_servers)
+                yield _app(service, folder, engine, copies, gpus, on_servers)
         finally:
             await engine.stop()
             copies.close()
@@ -71,7 +71,7 @@ def _app(
     folder: Path,
     engine: EngineLike,
     copies: PolicyCopies,
-    cards: Mapping[str, str],
+    gpus: Mapping[str, str],
     on_servers: Mapping[str, Environment],
 ) -> App:
     config = service.config
@@ -87,5 +87,5 @@ def _app(
         grpc=GrpcApi(
             SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
         ),
-        facts=lambda: {**servicer.facts(), "cards": cards, "drafts": engine.drafts._asdict()},
+        facts=lambda: {**servicer.facts(), "cards": gpus, "drafts": engine.drafts._asdict()},
     )

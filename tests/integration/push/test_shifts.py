@@ -25,7 +25,7 @@ from gspo.common.streams.card_engines import CardEngine, CardEngines
 from gspo.common.streams.card_shift import CardShift, Shift, Written, new_shift
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import INSTANCE_TTL_S
-from gspo.generation.cards import cards_of
+from gspo.generation.shared_gpus import gpus_of
 from gspo.learner.push import shifts
 from gspo.learner.push.policy_weights import WeightUpdate
 from gspo.learner.push.shifts import ShiftStoppedError
@@ -192,7 +192,7 @@ async def starting_engine(config: Config, redis_url: str) -> AsyncIterator[Servi
     instance = Instance("generation", "generation-0", uid=service.uid)
     registration = Registration(service.redis, service.keys, instance, service.activity, dict)
     beating = asyncio.create_task(registration.run())
-    async with cards_of(service):
+    async with gpus_of(service):
         yield service
     beating.cancel()
     await asyncio.gather(beating, return_exceptions=True)
@@ -306,7 +306,7 @@ async def test_a_generator_that_restarts_in_the_learners_shift_waits_for_its_own
         service, has_engine, may_end = service_of("generation-0", config, redis_url), asyncio.Event(), asyncio.Event()
 
         async def generate() -> None:
-            async with cards_of(service):
+            async with gpus_of(service):
                 has_engine.set()
                 await may_end.wait()
 
@@ -329,7 +329,7 @@ async def test_without_a_learner_the_wait_for_the_cards_ends(redis: Redis, redis
     service = service_of("generation-0", shared_config(tmp_path, start_timeout_s=0.5), redis_url)
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no learner has handed over the cards \(placement: shared\)"):
-        async with cards_of(service):
+        async with gpus_of(service):
             raise AssertionError
     assert 0.5 <= time.monotonic() - began < 10
     await service.redis.aclose()

@@ -30,7 +30,7 @@ def does_not_fit(request: PlanRequest, profile: ModelProfile, gpu: GpuKind, near
     changes = ", or ".join(_changes(request, profile, gpu))
     fix = f"These fit: {changes}" if changes else "Take a smaller model, or GPUs with more memory"
     learner, machine = nearest.config.learner, machine_of(request, gpu)
-    lacks = " and ".join(f"{short.place} lacks {short.missing_bytes / GIB:,.1f} GiB" for short in nearest.shortages)
+    lacks = ", ".join(f"{short.place} lacks {short.missing_bytes / GIB:,.1f} GiB" for short in nearest.shortages)
     return InputError(
         "--gpus",
         f"nothing fits on {request.num_gpus} x {gpu.name} of {machine.gpu_bytes / GIB:.1f} GiB, with "

@@ -21,7 +21,7 @@ from gspo.common.planning.longest import (
 from gspo.common.planning.model_profile import ModelProfile
 from gspo.common.streams.keys import GENERATION
 
-_MOST_CARDS = 64
+_MOST_GPUS = 64
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ def _more_cache(config: Config, placement: Placement, model: PlannedModel, longe
         return ["raise generation.kv_cache_gb"]
     gpus = next((gpus for name, gpus in placement.gpus.items() if name.startswith(GENERATION)), ())
     total = _smallest(gpus)
-    num_cards = 2 * len(gpus)
-    while model.profile and total and num_cards <= _MOST_CARDS:
-        bound = servable_bound(config, model.profile, total, share=engine_share(config), num_cards=num_cards)
+    num_gpus = 2 * len(gpus)
+    while model.profile and total and num_gpus <= _MOST_GPUS:
+        bound = servable_bound(config, model.profile, total, share=engine_share(config), num_gpus=num_gpus)
         if bound.planned >= longest.branch:
-            return [f"set generation.engine.tensor_parallel_size to {num_cards}"]
-        num_cards *= 2
+            return [f"set generation.engine.tensor_parallel_size to {num_gpus}"]
+        num_gpus *= 2
     return []
 
 
@@ -132,7 +132,7 @@ def _servable(config: Config, placement: Placement, profile: ModelProfile) -> Me
     if not placement.gpus:
         return servable_in_host_memory(config, profile)
     bounds = [
-        servable_bound(config, profile, total, share=engine_share(config), num_cards=len(gpus))
+        servable_bound(config, profile, total, share=engine_share(config), num_gpus=len(gpus))
         for name, gpus in placement.gpus.items()
         if name.startswith(GENERATION) and (total := _smallest(gpus)) is not None
     ]

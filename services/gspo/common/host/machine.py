@@ -156,7 +156,7 @@ def generators_per_gpu(gpus: Sequence[Gpu]) -> list[int]:
     return [counts[place] if place < len(counts) else 0 for place in range(len(gpus))]
 
 
-def engine_cards(engine: Mapping[str, Any]) -> dict[str, str]:
+def engine_gpus(engine: Mapping[str, Any]) -> dict[str, str]:
     """The GPUs that an engine with these arguments uses here -> their kinds; vLLM takes the first visible ones.
 
     Raises:

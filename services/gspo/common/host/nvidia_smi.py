@@ -15,7 +15,7 @@ from dataclasses import dataclass
 _TOOL_S = 15.0
 _MIB = 1 << 20
 # Lines of `nvidia-smi -L`: a GPU, and below it the slices into which it is divided.
-_CARD = re.compile(r"^GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
+_GPU = re.compile(r"^GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
 _SLICE = re.compile(r"^\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>MIG-[^)]+)\)")
 # Memory in the name of a slice's profile, such as 3g.40gb or 1g.10gb+me: GB, and a little less than there is.
 _GIGABYTES = re.compile(r"\.(\d+)gb")
@@ -55,12 +55,12 @@ class MigSlice:
 def mig_slices() -> dict[str, list[MigSlice]]:
     """The slices of each divided GPU, by the GPU's UUID."""
     slices: dict[str, list[MigSlice]] = defaultdict(list)
-    card = ""
+    gpu = ""
     for line in _ask("-L").splitlines():
-        if words := _CARD.match(line):
-            card = words["uuid"]
+        if words := _GPU.match(line):
+            gpu = words["uuid"]
         elif words := _SLICE.match(line):
-            slices[card].append(MigSlice(words["uuid"], words["profile"]))
+            slices[gpu].append(MigSlice(words["uuid"], words["profile"]))
     return slices
 
 
@@ -68,8 +68,8 @@ def programs_on(uuid: str) -> str:
     """The programs that hold memory on a GPU, as words; empty if the driver does not show them, as in a container."""
     rows = query("compute-apps", "gpu_uuid,pid,used_memory,process_name")
     words = []
-    for card, pid, used, program in rows:
-        if card == uuid:
+    for gpu, pid, used, program in rows:
+        if gpu == uuid:
             size = f": {int(used) * _MIB / (1 << 30):.1f} GiB" if used.isdigit() else ""
             words.append(f"process {pid}, {program}{size}")
     return "; ".join(words)

@@ -49,17 +49,17 @@ def host_memory(config: Config, size: TrainedSize, *, ranks: int, ranks_here: in
     )
 
 
-def fullest_host(config: Config, size: TrainedSize, ranks: int, num_cards: int, cards_per_host: int) -> HostMemory:
+def fullest_host(config: Config, size: TrainedSize, ranks: int, num_gpus: int, gpus_per_host: int) -> HostMemory:
     """The memory of the host that needs the most.
 
     One host has everything; of several, some have ranks alone and others generators.
     """
     replicas = config.generation.replicas
-    if num_cards <= cards_per_host:
+    if num_gpus <= gpus_per_host:
         return host_memory(config, size, ranks=ranks, ranks_here=ranks, generators_here=replicas)
-    generators_here = min(replicas, cards_per_host // gpus_of_engine(config.generation.engine))
+    generators_here = min(replicas, gpus_per_host // gpus_of_engine(config.generation.engine))
     hosts = (
-        host_memory(config, size, ranks=ranks, ranks_here=min(ranks, cards_per_host), generators_here=0),
+        host_memory(config, size, ranks=ranks, ranks_here=min(ranks, gpus_per_host), generators_here=0),
         host_memory(config, size, ranks=ranks, ranks_here=0, generators_here=generators_here),
     )
     return max(hosts, key=lambda host: host.total)

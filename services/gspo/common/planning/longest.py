@@ -24,21 +24,21 @@ def engine_share(config: Config) -> float:
     return float(share) if isinstance(share, (int, float)) else DEFAULT_SHARE
 
 
-def share_beside(used_bytes: float, card_bytes: float) -> float:
+def share_beside(used_bytes: float, gpu_bytes: float) -> float:
     """The share of a GPU's memory that one with a rank has left for vLLM, rounded down to hundredths.
 
     Args:
         used_bytes: By the tensors of the rank, and by other programs.
     """
-    return floor(100 * (1 - (used_bytes + reserved_bytes(card_bytes)) / card_bytes)) / 100
+    return floor(100 * (1 - (used_bytes + reserved_bytes(gpu_bytes)) / gpu_bytes)) / 100
 
 
-def kept_by_generators(config: Config, card_bytes: float, num_generators: int) -> float:
+def kept_by_generators(config: Config, gpu_bytes: float, num_generators: int) -> float:
     """Bytes of a GPU that a rank cannot have beside so many generators.
 
     In the learner's shift on shared GPUs these are their contexts alone.
     """
-    a_generator = CONTEXT_BYTES if config.placement == "shared" else card_bytes * engine_share(config)
+    a_generator = CONTEXT_BYTES if config.placement == "shared" else gpu_bytes * engine_share(config)
     return a_generator * num_generators
 
 
@@ -56,16 +56,16 @@ class MemoryBound:
 
 
 def servable_bound(
-    config: Config, profile: ModelProfile, card_bytes: float, *, share: float, num_cards: int
+    config: Config, profile: ModelProfile, gpu_bytes: float, *, share: float, num_gpus: int
 ) -> MemoryBound:
     """The capacity of a generator's KV cache: vLLM does not start with a cache smaller than its longest sequence.
 
     Args:
         share: Share of each GPU, for vLLM.
-        num_cards: GPUs of one generator.
+        num_gpus: GPUs of one generator.
     """
-    memory = generator_memory(config, profile, card_bytes, share=share, tensor_parallel=num_cards)
-    most = (memory.kv_cache + memory.working) / kv_bytes(config, profile, num_cards)
+    memory = generator_memory(config, profile, gpu_bytes, share=share, tensor_parallel=num_gpus)
+    most = (memory.kv_cache + memory.working) / kv_bytes(config, profile, num_gpus)
     return MemoryBound(_within_positions(memory.tokens, profile), _within_positions(most, profile))
 
 

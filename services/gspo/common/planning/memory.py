@@ -224,9 +224,9 @@ def _output_layer_bytes(config: Config, profile: ModelProfile, num_tokens: float
     return FLOAT32_BYTES * (states + chunk + block + weight) + rounded
 
 
-def reserved_bytes(card_bytes: float) -> float:
+def reserved_bytes(gpu_bytes: float) -> float:
     """Bytes of a GPU that no tensor of the learner can use: CUDA's own, and an assumed share in pieces."""
-    return CONTEXT_BYTES + FRAGMENTED_SHARE * card_bytes
+    return CONTEXT_BYTES + FRAGMENTED_SHARE * gpu_bytes
 
 
 def host_bytes(config: Config, memory: RankMemory, *, on_gpu: bool) -> float:
@@ -306,7 +306,7 @@ class GeneratorMemory:
 
 
 def generator_memory(
-    config: Config, profile: ModelProfile, card_bytes: float, *, share: float, tensor_parallel: int
+    config: Config, profile: ModelProfile, gpu_bytes: float, *, share: float, tensor_parallel: int
 ) -> GeneratorMemory:
     """The memory of a generator on so many equal GPUs of which vLLM takes a share each.
 
@@ -316,7 +316,7 @@ def generator_memory(
     activations = _BATCHED_TOKENS * profile.width * 8 * DTYPE_BYTES[config.generation.dtype]
     logits = FLOAT32_BYTES * profile.vocabulary * config.generation.max_rollouts * _SAMPLER_COPIES
     working = _ENGINE_BYTES + activations + logits / tensor_parallel
-    kv_cache = share * card_bytes - weights - working
+    kv_cache = share * gpu_bytes - weights - working
     return GeneratorMemory(weights, working, kv_cache, kv_cache / kv_bytes(config, profile, tensor_parallel))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gspo.common.errors import InputError
 from gspo.common.host import machine
-from gspo.common.host.machine import Gpu, choose_gpus, engine_cards, generators_per_gpu, visible_gpus
+from gspo.common.host.machine import Gpu, choose_gpus, engine_gpus, generators_per_gpu, visible_gpus
 from gspo.common.host.nvidia_smi import programs_on
 from tests.support.gpu_machine import GIB, PRODUCT, pretend_gpu_machine, slice_uuid, uuid
 
@@ -74,9 +74,9 @@ def test_the_table_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_cards_of_an_engine_are_the_first_that_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path, 4)
-    assert engine_cards({}) == {uuid(0): PRODUCT}
+    assert engine_gpus({}) == {uuid(0): PRODUCT}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
-    assert engine_cards({"tensor_parallel_size": 2}) == {uuid(3): PRODUCT, uuid(1): PRODUCT}
+    assert engine_gpus({"tensor_parallel_size": 2}) == {uuid(3): PRODUCT, uuid(1): PRODUCT}
 
 
 def test_slices_stand_in_the_place_of_a_divided_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

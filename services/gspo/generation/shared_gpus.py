@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 @asynccontextmanager
-async def cards_of(service: Service) -> AsyncIterator[None]:
+async def gpus_of(service: Service) -> AsyncIterator[None]:
     """A block in which this generator may have an engine; on shared GPUs it begins in the generators' shift.
 
     Raises:
