@@ -66,7 +66,7 @@ class LessonPart:
     Attributes:
         talk: Draws a conversation.
         batch_size: Conversations in a step.
-        share: Of the lesson's steps.
+        share: That of the lesson's steps.
     """
 
     talk: Callable[[random.Random], Talk]
@@ -82,8 +82,8 @@ class Lesson:
         words: Texts that become one token each; every other byte is a token.
         parts: One after the other.
         tools: Descriptions that the chat template gets.
-        role: Of an observation that is text.
-        num_steps: Of supervised training.
+        role: That of an observation that is text.
+        num_steps: That of supervised training.
         sizes: Keyword arguments of small_model.Sizes.
     """
 
@@ -214,7 +214,7 @@ def cold_start(
     Args:
         files: Records by the name of the file that they go to.
         sources: Files that decide the result, beside these shared ones.
-        keys: Of the run's configuration, by section, where they follow from the lesson.
+        keys: Those of the run's configuration, by section, where they follow from the lesson.
     """
     folder, here = folder.resolve(), Path(__file__).resolve()
     arguments = f"{seed} {lesson.num_steps} {lesson.sizes} {files}"

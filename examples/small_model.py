@@ -30,7 +30,7 @@ class Sizes:
     """Sizes of a model.
 
     Attributes:
-        num_experts: Of a layer, two a token; 0 is a dense model.
+        num_experts: That of a layer, two a token; 0 is a dense model.
         expert_size: Width of an expert; None: two are together as wide as the dense layer.
         rope_theta: Base of the wavelengths; short texts want short ones.
     """

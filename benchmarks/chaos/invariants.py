@@ -36,7 +36,7 @@ class FinishedRun:
     """A finished run: its directory, its log and its rest in Redis.
 
     Attributes:
-        exit_code: Of `gspo run`.
+        exit_code: That of `gspo run`.
         in_redis: Remaining fields by hash, and dead letters.
         longest: The largest number of entries seen in each stream.
         on_their_way: Groups with entries in a stream.

@@ -54,7 +54,7 @@ class Round:
     Attributes:
         workload: Its name.
         planned: The number of faults in its schedule; those after one without a recovery are left out.
-        commit: Of the code, with a plus sign if files were changed.
+        commit: That of the code, with a plus sign if files were changed.
         began_unix_s: When it began.
     """
 

@@ -67,7 +67,7 @@ class RunUnderTest:
         folder: Everything is in it.
         with_network: Puts each process into a network of its own; else all are on loopback, as in `gspo run`.
         with_disk: Puts the run directory on a small disk of its own; by default where there is a network.
-        sections: Of the configuration, whose keys go over those of the workload.
+        sections: Those of the configuration, whose keys go over those of the workload.
     """
 
     def __init__(

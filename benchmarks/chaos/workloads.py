@@ -63,7 +63,7 @@ class Workload:
     Attributes:
         is_simulated: Engine and training step are simulated, and each process has its own network namespace.
         files: Code of its user, by name; `{file!r}` stands for the file of the fault `hang`.
-        sections: Of the configuration, whose keys go over those of target.py.
+        sections: Those of the configuration, whose keys go over those of target.py.
         recovery_s: Longest time from the end of a fault until the run is well.
     """
 

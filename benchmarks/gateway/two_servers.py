@@ -48,8 +48,8 @@ class Load:
 
     Attributes:
         clients: Requests at a time.
-        requests: Of each client, one after the other.
-        tokens: Of each answer; the model ends none earlier.
+        requests: Those of each client, one after the other.
+        tokens: Those of each answer; the model ends none earlier.
     """
 
     clients: int
@@ -121,7 +121,7 @@ async def measured_round(server: Server, load: Load, number: int) -> Record:
     """Ask for streamed chats; tokens a second of all clients, and seconds to each answer's first text.
 
     Args:
-        number: Of the round: no prompt comes twice, so no cache of prefixes has the whole of one.
+        number: That of the round: no prompt comes twice, so no cache of prefixes has the whole of one.
 
     Raises:
         MeasurementError: An answer has another length than it was asked for.

@@ -276,7 +276,7 @@ def quiet() -> Iterator[None]:
 
 
 def examine_all(kinds: Sequence[str] = ()) -> list[ModelVerdict]:
-    """Of every model type that the learner takes, or of these."""
+    """The verdict of every model type that the learner takes, or of these."""
     torch.set_num_threads(1)
     verdicts = []
     for kind in kinds or sorted(causal_model_types()):

@@ -61,7 +61,7 @@ class SimulatedEngine:
 
     Args:
         eos: The token that ends an answer which was not cut off.
-        key: Of the weights of `version`; see answers.py.
+        key: That of the weights of `version`; see answers.py.
     """
 
     def __init__(

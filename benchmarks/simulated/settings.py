@@ -20,17 +20,17 @@ class Settings:
     """Times are seconds at time_scale 1; everything is multiplied by it, and 0 takes no time at all.
 
     Attributes:
-        decode_s: Of one decode step, for any number of requests.
-        decode_s_per_request: Of one decode step, for each request that runs.
+        decode_s: Seconds of one decode step, for any number of requests.
+        decode_s_per_request: Seconds of one decode step, for each request that runs.
         prefill_s_per_token: Until a request's first token, for each token of its prompt.
         length_median: Tokens of an answer, the end-of-sequence token among them.
-        length_sigma: Of the logarithm of the length (log-normal); 0 makes all answers equally long.
+        length_sigma: That of the logarithm of the length (log-normal); 0 makes all answers equally long.
         length_longest: No answer is longer than so many medians.
         start_s: From the start of the process until the engine serves.
         load_s: That generation stands still for a load of weights.
-        train_s: Of one training step, for any number of tokens.
-        train_s_per_token: Of one training step, for each token that counts.
-        changed_share: Of the elements, that a step changes.
+        train_s: Seconds of one training step, for any number of tokens.
+        train_s_per_token: Seconds of one training step, for each token that counts.
+        changed_share: The share of the elements that a step changes.
     """
 
     time_scale: float = 1.0
@@ -57,7 +57,7 @@ class Settings:
         return {VARIABLE: json.dumps(asdict(self))}
 
     def decode_step_s(self, num_running: int) -> float:
-        """Of one decode step with so many requests."""
+        """Seconds of one decode step with so many requests."""
         return self.time_scale * (self.decode_s + self.decode_s_per_request * num_running)
 
     def length(self, name: str) -> int:

@@ -34,7 +34,7 @@ class EpisodePlayer:
     """Plays each rollout as one episode of an environment.
 
     Args:
-        environment: Of verifiers'.
+        environment: That of verifiers'.
     """
 
     def __init__(self, environment: vf.Env) -> None:

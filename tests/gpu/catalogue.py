@@ -29,8 +29,8 @@ class Part:
         what: One line for people.
         goal: What its numbers stand beside.
         packages: What must be installed for it.
-        module: Of tests/gpu/parts; empty where it has the part's name.
-        rates: Of cli/plan/rates.py that it measures, for `gspo plan`.
+        module: That of tests/gpu/parts; empty where it has the part's name.
+        rates: Those of cli/plan/rates.py that it measures, for `gspo plan`.
         on_cpu: Whether its code is tried with `--device cpu` unless it is named.
         least_s: It is not begun with less time left: estimated, for a GPU.
         limit_s: It is ended after so long.

@@ -26,8 +26,8 @@ def decode_rates(alone: DecodePass, together: DecodePass, card: GpuKind) -> dict
     """The rates of seconds = 1 / decode_passes_s + read_bytes / (decode_bytes_share * memory_bytes_s).
 
     Args:
-        alone: Of one sequence.
-        together: Of many. If its pass takes as long as one alone, the time is not that of reading.
+        alone: That of one sequence.
+        together: That of many. If its pass takes as long as one alone, the time is not that of reading.
     """
     fastest = (together.read_bytes - alone.read_bytes) / card.memory_bytes_s
     share = min(1.0, fastest / max(together.seconds - alone.seconds, fastest))

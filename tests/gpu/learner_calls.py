@@ -29,7 +29,7 @@ class LogprobDifference:
     """vLLM's log-probs minus the learner's, over the tokens of all answers.
 
     Attributes:
-        means: Of each answer.
+        means: Those of each answer.
     """
 
     std: float

@@ -25,11 +25,11 @@ class PartSizes:
     """PartSizes of one run.
 
     Attributes:
-        shape: Of the model, in SHAPES.
+        shape: That of the model, in SHAPES.
         num_requests, prompt_tokens, answer_tokens: What the engine is asked.
-        long_prompt_tokens: Of prompts whose answer is one token.
-        cold_start_steps, demo_steps: Of the arithmetic example; None is the example's own number.
-        run_steps: Of the part `run`.
+        long_prompt_tokens: That of prompts whose answer is one token.
+        cold_start_steps, demo_steps: Those of the arithmetic example; None is the example's own number.
+        run_steps: That of the part `run`.
         engine: Arguments of vLLM beside ours.
     """
 

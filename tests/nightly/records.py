@@ -29,7 +29,7 @@ class AreaRecord:
     Attributes:
         result: pass, fail, or not run.
         reason: The failed tests, or the missing tool.
-        commit: Of the tree; with `+` if files had changes.
+        commit: That of the tree; with `+` if files had changes.
         machine: Processor, cores and memory.
     """
 

@@ -37,7 +37,7 @@ class Stage:
     """A cluster, the model that all runs share, and the jobs that have been submitted.
 
     Args:
-        start: Of the test, on the monotonic clock.
+        start: That of the test, on the monotonic clock.
     """
 
     def __init__(self, cluster: Cluster, start: float) -> None:

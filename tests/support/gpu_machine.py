@@ -28,7 +28,7 @@ def gpu_machine(
     """Variables under which a process believes that it is on such a machine.
 
     Args:
-        used_gib: Of each GPU, by one program; 0 for those after the last.
+        used_gib: That of each GPU, by one program; 0 for those after the last.
         slices: Profiles of the MIG slices of a divided GPU, by its index.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,10 +81,10 @@ def pretend_gpu_machine(
 
 
 def uuid(index: int) -> str:
-    """Of the GPU with this index."""
+    """The UUID of the GPU with this index."""
     return f"GPU-{index}5b2a6f0-0000-0000-0000-00000000000{index}"
 
 
 def slice_uuid(index: int, place: int) -> str:
-    """Of a MIG slice, by its place on the GPU with this index."""
+    """The UUID of a MIG slice, by its place on the GPU with this index."""
     return f"MIG-{index}{place}2a6f0-0000-0000-0000-000000000000"

@@ -107,7 +107,7 @@ class PushTarget:
     """One generator.
 
     Attributes:
-        headers: Of the pushes it has received.
+        headers: Those of the pushes it has received.
         corrupt: Changes their frames on the way.
         answer: What it answers to them, if it is to answer without taking them.
     """

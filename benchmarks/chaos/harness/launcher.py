@@ -23,7 +23,7 @@ class Place:
     Attributes:
         host: Its address; empty for that of the configuration.
         prefix: The words before its command, which put it into its namespace.
-        redis_url: Of its proxy to Redis.
+        redis_url: That of its proxy to Redis.
     """
 
     host: str

@@ -98,7 +98,7 @@ def _leaf(case: PartRun, tensor: Tensor) -> Tensor:
 
 
 def _errors(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...], weight: Tensor) -> list[float]:
-    """Of the value, then of the gradient of each input: the norm of the difference as a share."""
+    """For the value, then for the gradient of each input: the norm of the difference as a share."""
     for value, *_ in (ours, expected):
         (value.float() * weight).sum().backward()  # type: ignore[no-untyped-call]
     pairs = [(ours[0], expected[0]), *((a.grad, b.grad) for a, b in zip(ours[1:], expected[1:], strict=True))]
@@ -106,7 +106,7 @@ def _errors(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...], weight: Tens
 
 
 def _seconds(case: PartRun, forward: Callable[[], Tensor], weight: Tensor) -> float:
-    """Of a forward with its backward."""
+    """Seconds of a forward with its backward."""
     return _least_seconds(case, lambda: (forward() * weight).sum().backward())  # type: ignore[no-untyped-call]
 
 

@@ -32,7 +32,7 @@ class TrainingCase:
     """A model and the rollouts that it is trained on.
 
     Attributes:
-        shape: Of the model, in SHAPES.
+        shape: That of the model, in SHAPES.
         num_timed_steps: After one that warms up.
         micro_batch_tokens: The first of them that fits the GPU by the plan is taken.
         learner: Further keys of the section.

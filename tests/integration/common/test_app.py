@@ -232,7 +232,7 @@ run_process(options, lambda service: run_app(service, startup))
 
 
 def exit_code(config: Config, redis_url: str, error: str, log: Path) -> int:
-    """Of a service process of which a background task raises this."""
+    """The exit code of a service process of which a background task raises this."""
     command = [sys.executable, "-c", PROGRAM.replace("ERROR", error)]
     options = ["--run-dir", str(config.run_dir), "--redis-url", redis_url]
     with log.open("wb") as output:

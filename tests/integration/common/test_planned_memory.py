@@ -56,7 +56,7 @@ def test_memory_grows_with_the_parameters_as_planned(
 
 
 def planned_growth(models: list[Path], case: tuple[int, str, int]) -> dict[str, float]:
-    """Of a rank's training, of the version that is kept under a lag, and of its versions for pushes."""
+    """Bytes of a rank's training, of the version that is kept under a lag, and of its versions for pushes."""
     stage, offload, num_ranks = case
     config = memory_config(models[0], stage, offload)
     sizes = [TrainedSize(count, count) for count in map(num_parameters, models[1:])]

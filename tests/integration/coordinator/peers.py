@@ -77,7 +77,7 @@ class LearnerPeer:
 
     Attributes:
         down: While it is set, evaluations are not recorded: no learner hears the events.
-        results: Of the settled groups in order, each with whether its rewards differed; None: it does not answer.
+        results: Those of the settled groups in order, each with whether its rewards differed; None: it does not answer.
         differs: Says it of a group.
         activity: What its heartbeat says.
     """

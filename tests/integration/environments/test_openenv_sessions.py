@@ -42,7 +42,7 @@ class OpenEnvGame:
         num_sessions: Connections that have a place now.
         cuts: Connections that are cut at their second step.
         replies: Sent in place of the next answers to steps.
-        num_steps: Of all sessions.
+        num_steps: That of all sessions.
         drifts: The second session says something else to its first step.
     """
 

@@ -79,7 +79,7 @@ async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_jo
 async def test_a_generator_that_is_some_versions_behind_gets_their_changes_each_packed_once(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two generators one misses two versions; with a lag of two the changes of three versions are kept."""
+    """One of two generators misses two versions; with a lag of two the changes of three versions are kept."""
     packed: list[int] = []
 
     def noted(new: Any, old: Any) -> Any:

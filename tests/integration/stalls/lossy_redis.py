@@ -12,7 +12,7 @@ class LossyRedis:
     """The proxy.
 
     Attributes:
-        url: Of Redis behind it.
+        url: That of Redis behind it.
         num_lost: Replies that were lost.
     """
 

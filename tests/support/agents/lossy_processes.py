@@ -31,7 +31,7 @@ class Processes:
     """Processes that can be lost.
 
     Attributes:
-        url: Of a balancer, which passes each connection on to a gateway.
+        url: That of a balancer, which passes each connection on to a gateway.
         num_lost: By kind.
     """
 

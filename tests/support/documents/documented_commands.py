@@ -61,7 +61,7 @@ class Shown:
 
     Attributes:
         document: File and line of the block or sentence.
-        is_whole: Of a block to be copied; else of a sentence, which may leave arguments out.
+        is_whole: Whether it is a block to be copied; a part of a sentence may leave arguments out.
     """
 
     document: str

@@ -165,7 +165,7 @@ def environment_server(places: int = 1000, ttl_s: float = 60.0, folder: Path = G
     """A running server, which ends with the block.
 
     Args:
-        folder: Of server.py.
+        folder: That of server.py.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -77,7 +77,7 @@ def train(engine: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def tensor_bytes() -> int:
-    """Of every tensor that there is."""
+    """Bytes of every tensor that there is."""
     tensors = [it for it in gc.get_objects() if issubclass(type(it), torch.Tensor)]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}

@@ -183,7 +183,7 @@ class _Loop:
         }
 
     def _flops(self) -> dict[str, float]:
-        """Of a Qwen3: by hand from its configuration, token by token."""
+        """Figures of a Qwen3: by hand from its configuration, token by token."""
         c, a = self.policy.config, self.algorithm
         has_loss = a.use_kl_loss or a.entropy_coef or (self.teacher.used and self.teacher.kl_in == "loss")
         training = sampling = 0.0
@@ -240,7 +240,7 @@ class _Loop:
         return found
 
     def _of_mismatch(self, logp: Any, part: Any) -> dict[str, float]:
-        """Of the tokens of the newest version, at the step's first weights."""
+        """Figures of the tokens of the newest version, at the step's first weights."""
         if self.algorithm.old_logprobs == "recompute":
             part = np.ones(len(self.kept), dtype=bool)
         fresh, delta = self.fresh[part], logp - self.behavior[part]
@@ -389,14 +389,14 @@ class _Loop:
 
 
 def _branches(record: Record) -> list[tuple[list[int], int, int]]:
-    """Of each branch the context before the arrays, its first place there, and the place behind its last."""
+    """For each branch the context before the arrays, its first place there, and the place behind its last."""
     starts = record["branch_starts"]
     contexts = [record["prompt_token_ids"], *([] for _ in starts)]
     return list(zip(contexts, [0, *starts], [*starts, len(record["token_ids"])], strict=True))
 
 
 def _body_flops(c: Any, num_tokens: int) -> float:
-    """Of the layers of a Qwen3, over so many tokens."""
+    """Operations of the layers of a Qwen3, over so many tokens."""
     heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     layer: float = c.hidden_size * (2 * heads + 2 * kv_heads + 3 * c.intermediate_size)
     return float(sum(2 * c.num_hidden_layers * (layer + 2 * heads * seen) for seen in range(1, num_tokens + 1)))

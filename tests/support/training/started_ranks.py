@@ -23,7 +23,7 @@ def run_ranks(num_ranks: int, module: str, *arguments: str | Path | int, timeout
     """Run a module on so many ranks to its end; what a failed rank printed is the error.
 
     Args:
-        variables: Of the ranks' environment.
+        variables: Those of the ranks' environment.
     """
     done = subprocess.run(
         rank_command(num_ranks, module, *arguments),

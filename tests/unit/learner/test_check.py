@@ -446,7 +446,7 @@ def test_a_batch_that_ranks_and_mini_batches_do_not_divide(folder: Path, monkeyp
 
 
 def test_ranks_that_share_lines_divide_the_ranks_and_the_heads(tmp_path: Path) -> None:
-    """Of a model with four heads and two of keys."""
+    """A model has four heads and two of keys."""
     folder = make_tiny_model(tmp_path, hidden_size=128)
     sizes = {"rollout_batch_size": 3, "num_return_sequences_in_group": 4, "num_mini_batches": 2}
     check(make_config(folder, algorithm=sizes, learner={"ranks": 4, "sequence_ranks": 2}))

@@ -108,7 +108,7 @@ def test_a_single_gpu_is_shared() -> None:
 
 
 def test_a_single_gpu_in_shifts_holds_the_larger_side() -> None:
-    """Of 40 GiB, on which LoRA of 8 B parameters and its engine do not fit at a time."""
+    """A GPU of 40 GiB, on which LoRA of 8 B parameters and its engine do not fit at a time."""
     small, lora = machine_of(1, gib=40), {"lora": {"rank": 16}}
     assert chosen(small, config_of(learner=lora)).shortages
     choice = fitting(small, config_of(learner=lora, staleness={"max_lag": 0}))

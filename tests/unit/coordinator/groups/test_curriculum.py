@@ -185,7 +185,7 @@ def test_another_seed_has_another_order() -> None:
 
 
 def test_prompts_whose_rewards_differ_take_most_of_the_groups() -> None:
-    """Of the first source's prompts, three of eleven have spread. With three passes to a revisit, 3 + 8/3 a pass."""
+    """Three of the first source's eleven prompts have spread. With three passes to a revisit, 3 + 8/3 a pass."""
     curriculum = Curriculum(read(), LENGTHS)
     useful = {0, 4, 7}
     visits: Counter[bool] = Counter()
@@ -201,7 +201,7 @@ def test_prompts_whose_rewards_differ_take_most_of_the_groups() -> None:
 def test_a_source_with_fewer_prompts_than_its_groups_in_a_step_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, num_prompts: int, is_enough: bool
 ) -> None:
-    """Of three groups in a step, the first source has two."""
+    """The first source has two of three groups in a step."""
     for name, count in (("a", num_prompts), ("b", 1)):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1+1="}\n' * count)
     config = read(folder=tmp_path)

@@ -50,7 +50,7 @@ def test_ranks_share_no_lines_of_the_models_that_the_page_pads() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_every_architecture_is_as_the_page_says() -> None:
-    """Of every type that transformers has and the learner takes."""
+    """The verdict of every type that transformers has and the learner takes."""
     findings = examine_all()
     assert all(finding.difference < TOLERANCE for finding in findings if finding.difference is not None)
     assert page_verdicts() == {(f.kind, f.verdict) for f in findings}

@@ -104,7 +104,7 @@ def test_the_noise_share_is_of_what_the_clip_looks_at(preset: str) -> None:
 
 
 def test_what_the_clip_cut_is_the_sum_of_both_sides() -> None:
-    """Of four answers of two tokens one is below the clip with A < 0, two above it with A > 0, one inside."""
+    """One of four answers of two tokens is below the clip with A < 0, two above it with A > 0, one inside."""
     log_ratio = torch.tensor([[-0.3] * 2, [0.3] * 2, [0.3] * 2, [0.0] * 2], dtype=torch.float64)
     advantage = torch.tensor([[-1.0] * 2, [1.0] * 2, [1.0] * 2, [2.0] * 2], dtype=torch.float64)
     ones = torch.ones_like(log_ratio)

@@ -12,7 +12,7 @@ from tests.support.training.rollout_rows import make_config
 
 
 def rates(tmp_path: Path, steps: int, total_steps: int | None = None, **learner: Any) -> list[float]:
-    """Of the steps from 1, with a peak of 1."""
+    """Rates of the steps from 1, with a peak of 1."""
     section = make_config(tmp_path, learner={"learning_rate": 1.0, **learner}).learner
     return [learning_rate(section, step, total_steps) for step in range(1, steps + 1)]
 

@@ -23,7 +23,7 @@ class RawServer:
     """Answers every request with the same bytes.
 
     Attributes:
-        heads: Of the requests so far.
+        heads: Those of the requests so far.
     """
 
     def __init__(self, head: bytes, parts: Sequence[bytes]) -> None:
