@@ -18,13 +18,13 @@ from tests.support.repository.source_files import ROOT
 from tests.support.tiny_model import make_tiny_model
 
 _BLOCK_S, _VIEW_S = 900, 60
+_ENVIRONMENT = {**os.environ, "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
 
 
 def run(text: str, folder: Path) -> str:
     """Execute a block in a shell; its output."""
-    path = f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env={**os.environ, "PATH": path}, text=True,
+        ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env=_ENVIRONMENT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_BLOCK_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{text}\n{done.stdout[-4000:]}"
@@ -46,8 +46,9 @@ def test_the_page_for_the_first_ten_minutes_works(tmp_path: Path) -> None:
     run(training, tmp_path)
     assert "step 2/2" in run(status, tmp_path)
     with subprocess.Popen(
-        ["bash", "-c", f"exec {view.partition('#')[0]} --port 0"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    ) as process:
+        ["bash", "-c", f"exec {view.partition('#')[0]} --port 0"],
+        cwd=tmp_path, env=_ENVIRONMENT, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
             url = process.stdout.readline().strip()

@@ -363,7 +363,10 @@ return 1.0
 _CONNECT = "held += [socket.create_connection(server.getsockname()), server.accept()[0]]"
 HEAVY = [
     RolloutAttack(
-        "socket buffers of ten processes", _FILL.format("", "held += socket.socketpair()"), "memory", WRAPPED
+        "socket buffers of ten processes",
+        _FILL.format("", "held += socket.socketpair()"),
+        "memory or exception",  # by the guard of memory, or where the kernel refuses the next process before it
+        WRAPPED,
     ),
     RolloutAttack(
         "buffers of TCP in ten processes",
