@@ -70,9 +70,31 @@ def _of_rows(records: Sequence[Record]) -> dict[str, float]:
         "reward_max": rewards.max(),
         "zero_spread_groups": np.mean(equal),
         **_of_parts(records),
+        **_of_answers(records),
+        **_of_lengths([r for r in records if r["reward"] is not None]),
         "branches_mean": np.mean([1 + len(r["branch_starts"]) for r in records]),
         **_of_conversations(records),
     }
+
+
+def _of_answers(records: Sequence[Record]) -> dict[str, float]:
+    if any(r["turns_json"] for r in records):
+        return {}
+    texts = [r["text"] for r in records]
+    return {
+        "eos_share": np.mean([r["outcome"] == "eos" for r in records]),
+        "same_text_share": max(texts.count(text) for text in texts) / len(texts),
+    }
+
+
+def _of_lengths(scored: Sequence[Record]) -> dict[str, float]:
+    group = np.array([r["group"] for r in scored])
+    values = np.array([[r["reward"], sum(r["mask"])] for r in scored], dtype=np.float64)
+    for number in set(group):
+        values[group == number] -= values[group == number].mean(axis=0)
+    if not values.any(axis=0).all():
+        return {}
+    return {"reward_length_correlation": float(np.corrcoef(values.T)[0, 1])}
 
 
 def _of_parts(records: Sequence[Record]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from gspo.common.config.evaluation import MOST_PARTS
@@ -31,10 +32,36 @@ def row_metrics(rows: Sequence[Row]) -> dict[str, float]:
         **{f"skipped_tokens_{reason}": float(_skipped_tokens(rows, reason)) for reason in SKIP_REASONS},
         "response_tokens_mean": math.fsum(lengths) / max(1, len(rows)),
         "truncated_share": sum(row.outcome == "truncated" for row in rows) / max(1, len(rows)),
+        **_answer_metrics(rows),
         **_branch_metrics(rows),
         **_conversation_metrics(rows),
     }
     return counted | _reward_metrics(rows) | _source_metrics(rows)
+
+
+def _answer_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """Shares of the answers with an end token, and of the most frequent text; empty where a rollout has turns."""
+    if not rows or any(row.turns_json for row in rows):
+        return {}
+    texts = Counter(row.text for row in rows)
+    return {
+        "eos_share": sum(row.outcome == "eos" for row in rows) / len(rows),
+        "same_text_share": texts.most_common(1)[0][1] / len(rows),
+    }
+
+
+def _length_correlation(scored: Sequence[Row]) -> dict[str, float]:
+    """Pearson's correlation of an answer's reward and its tokens, both as differences to the means of their group.
+
+    Empty where one of them does not differ within any group.
+    """
+    by_group: dict[int, list[tuple[float, int]]] = {}
+    for row in scored:
+        by_group.setdefault(row.group, []).append((float(row.reward or 0.0), int(row.mask.sum())))
+    pairs = np.concatenate([np.array(group) - np.mean(group, axis=0) for group in by_group.values()])
+    rewards_B, lengths_B = pairs.T
+    scale = math.sqrt(float(rewards_B @ rewards_B) * float(lengths_B @ lengths_B))
+    return {"reward_length_correlation": float(rewards_B @ lengths_B) / scale} if scale > 0 else {}
 
 
 def _reward_metrics(rows: Sequence[Row]) -> dict[str, float]:
@@ -45,7 +72,7 @@ def _reward_metrics(rows: Sequence[Row]) -> dict[str, float]:
     rewards_B = torch.tensor([row.reward for row in scored], dtype=torch.float64)
     reward = figures(reward_stats(rewards_B, torch.tensor([row.group for row in scored])))
     reward |= {"reward_min": float(rewards_B.min()), "reward_max": float(rewards_B.max())}
-    return reward | _part_means(scored)
+    return reward | _part_means(scored) | _length_correlation(scored)
 
 
 def _source_metrics(rows: Sequence[Row]) -> dict[str, float]:
