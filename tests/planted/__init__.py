@@ -1,0 +1,1 @@
+"""Runs of the arithmetic example with a planted fault each, and what their figures were."""
