@@ -80,6 +80,11 @@ class EvaluationConfig(Section):
         return dict(self.prompts) if isinstance(self.prompts, dict) else {"": self.prompts}
 
     @property
+    def headline(self) -> str:
+        """The name of the first held-out file; empty for a single one, and without any."""
+        return next(iter(self.files), "")
+
+    @property
     def pass_ks(self) -> tuple[int, ...]:
         """The k for which pass@k is reported: powers of two, and num_answers."""
         powers = {1 << exponent for exponent in range(self.num_answers.bit_length())}
