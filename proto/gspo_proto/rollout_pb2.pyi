@@ -915,7 +915,6 @@ class StepDone(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
-    ADVICE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     version: _builtins.int
     """the version made from it"""
@@ -926,10 +925,6 @@ class StepDone(_message.Message):
 
     @_builtins.property
     def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
-    @_builtins.property
-    def advice(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """advice that follows from the figures, in sentences"""
-
     def __init__(
         self,
         *,
@@ -938,11 +933,10 @@ class StepDone(_message.Message):
         digest: _builtins.str = ...,
         groups: _abc.Iterable[_builtins.int] | None = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        advice: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "digest", b"digest", "figures", b"figures", "groups", b"groups", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "figures", b"figures", "groups", b"groups", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,9 @@ import structlog
 from gspo.common.errors import InputError
 from gspo.common.network.http_server import BoundedBodies
 from gspo.common.service.app import App, Service, Work, run_app
+from gspo.common.telemetry import metrics
+from gspo.common.telemetry.findings import Finding
+from gspo.coordinator.data.prompt_checks import prompt_findings
 from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler, run_standalone_evaluation
@@ -23,6 +26,7 @@ from gspo.coordinator.page.page_access import PageAccess
 from gspo.coordinator.page.page_api import PagePassage
 from gspo.coordinator.page.page_process import PageProcess
 from gspo.environments.mcp.tool_listing import with_listed_tools
+from gspo.runlog.checks import write_checks
 from gspo.runlog.run_log import RunLog
 
 # A stop with its reason, or a view to open.
@@ -52,7 +56,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
     service.http_api = PageAccess(api, passage, service.options.token, is_tls=is_tls)
     service.activity.set("busy", "listing the tools of MCP servers")
     service.config = await with_listed_tools(service.config, is_patient=True)
-    training, held_out = await asyncio.to_thread(_read_prompts, service)
+    training, held_out, views.checks = await asyncio.to_thread(_read_prompts, service)
     facts: Callable[[], dict[str, Any]] = dict
     scheduler = views.scheduler = EvaluationScheduler(service, held_out)
     if training is None:  # one evaluation of the given model: no learner, no groups
@@ -68,8 +72,11 @@ async def startup(service: Service) -> AsyncIterator[App]:
     yield App(main, background={"rollouts": rollouts.run, "page": page.run}, facts=facts, sets_ready=True)
 
 
-def _read_prompts(service: Service) -> tuple[list[PromptSet] | None, dict[str, PromptSet]]:
-    """Training prompts by source, unless this is only an evaluation, and held-out ones by file; runs in a thread."""
+def _read_prompts(service: Service) -> tuple[list[PromptSet] | None, dict[str, PromptSet], list[Finding]]:
+    """Training prompts by source, held-out ones by file, and findings about them; runs in a thread.
+
+    There are no training prompts where this is only an evaluation.
+    """
 
     def progress(done: int, total: int) -> None:
         service.activity.set("busy", "reading prompts", f"({done} of {total} checked)")
@@ -81,6 +88,10 @@ def _read_prompts(service: Service) -> tuple[list[PromptSet] | None, dict[str, P
     for start in RunLog(service.options.run_dir).data_files()[-1:]:
         for change in start.changes:
             log.warning("data_files_changed", step=start.step, detail=change)
+    checks = prompt_findings(training or (), held_out.values())
+    write_checks(RunLog(service.options.run_dir).folder, checks)
+    for check in checks:
+        metrics.FINDING.labels(check.rule).set(1)
     for prompts in training or ():
         log.info("prompts", key=prompts.key, usable=len(prompts), skipped=prompts.num_skipped)
-    return training, held_out
+    return training, held_out, checks

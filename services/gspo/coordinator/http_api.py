@@ -21,8 +21,8 @@ from gspo.common.streams.entries import word_of
 from gspo.common.streams.events import Events
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import GENERATION, PAUSED_BY_USER, Keys
-from gspo.common.telemetry.advice import verdict
-from gspo.common.telemetry.learning import learning_findings
+from gspo.common.telemetry.advice import findings, verdict
+from gspo.common.telemetry.findings import Finding, RecentSteps
 from gspo.common.telemetry.step_time import seconds_by_function, shares
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.loop import Coordinator
@@ -48,12 +48,14 @@ class RunViews:
     Attributes:
         coordinator: That of a run with a learner; None before it starts, and for an evaluation alone.
         scheduler: The evaluations; None while the process starts.
+        checks: What the start found.
     """
 
     def __init__(self, service: Service) -> None:
         self._service, self._redis, self._keys = service, service.redis, service.keys
         self.coordinator: Coordinator | None = None
         self.scheduler: EvaluationScheduler | None = None
+        self.checks: list[Finding] = []
 
     async def state(self) -> dict[str, Any]:
         """The state of the run."""
@@ -72,14 +74,17 @@ class RunViews:
 
         Before the first step, `last_step` and `bound` are null.
         """
-        steps = list(self.coordinator.steps) if self.coordinator else []
+        recent = self.coordinator.recent if self.coordinator else RecentSteps()
+        steps = list(recent.steps)
         instances, now = await list_instances(self._redis, self._keys), time.time()
         num_generators = sum(instance.service == GENERATION for instance in instances)
         bound = verdict(steps, self._service.config, num_generators)
         return {
             "run": self._keys.run,
             "services": [_activity_row(instance, now) for instance in instances],
-            "learning": list(learning_findings(steps, self._service.config).values()),
+            "findings": [
+                asdict(finding) for finding in (*self.checks, *findings(recent.judged(), self._service.config).values())
+            ],
             "last_step": _last_step(steps[-1]) if steps else None,
             "bound": bound and {key: value for key, value in asdict(bound).items() if key != "shares"},
         }

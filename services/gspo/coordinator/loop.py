@@ -9,7 +9,6 @@ end it waits for the last version, unblocked by VersionLive.
 from __future__ import annotations
 
 import time
-from collections import deque
 
 import structlog
 from google.protobuf.message import Message
@@ -17,7 +16,8 @@ from google.protobuf.message import Message
 from gspo.common.service.app import Service
 from gspo.common.streams.entries import word_of
 from gspo.common.telemetry import metrics
-from gspo.common.telemetry.learning import TREND_STEPS
+from gspo.common.telemetry.advice import RULES, findings
+from gspo.common.telemetry.findings import RecentSteps
 from gspo.coordinator.ending import Ending
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.feed import EventFeed, LearnerProgress
@@ -28,6 +28,7 @@ from gspo_proto.learner_pb2 import ProgressReply
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
     RUN_END_UNSPECIFIED,
+    EvaluationDone,
     Event,
     Finished,
     GroupsSettled,
@@ -50,7 +51,7 @@ class Coordinator:
     """The coordinator of a run with a learner.
 
     Attributes:
-        steps: Figures of the newest steps, oldest first. At the start they come from the stream of events.
+        recent: The newest steps and evaluations. At the start they come from the stream of events.
     """
 
     def __init__(self, service: Service, ledger: GroupLedger, scheduler: EvaluationScheduler) -> None:
@@ -59,7 +60,7 @@ class Coordinator:
         self.feed, self.pause = EventFeed(service), IssuePause(service.redis, service.keys)
         self._learner, self._redis_epoch = LearnerProgress(service), RedisEpoch(service.redis, service.keys)
         self._stalls = StallWatch(service.redis, service.keys, service.config)
-        self.steps: deque[dict[str, float]] = deque(maxlen=TREND_STEPS)
+        self.recent, self._warned = RecentSteps(service.config.evaluation.headline), set[str]()
         self._next_watch_s = 0.0
         # Whether the last tick left slots free that the next one can fill.
         self._can_issue_more = False
@@ -87,8 +88,8 @@ class Coordinator:
 
     async def _start(self) -> None:
         """Position of events first, then the learner's progress, then the `open` hash: overlaps count once."""
-        done = [body for body in await self.feed.start() if isinstance(body, StepDone)]
-        self.steps.extend(dict(step.figures) for step in reversed(done[:TREND_STEPS]))
+        for body in reversed(await self.feed.start()):
+            self._note(body)
         await self._redis_epoch.open()
         self._service.activity.set("waiting", "learner", "to report its progress")
         reply = await self._first_progress()
@@ -150,10 +151,28 @@ class Coordinator:
             await self.feed.send(Event(prompts_exhausted=PromptsExhausted(num_groups=self.slots.num_issued)))
         metrics.GROUPS_OPEN.set(len(self.slots.open))
 
-    async def _apply(self, body: Message) -> None:
+    def _note(self, body: Message) -> None:
+        """Keep the figures of a step or an evaluation."""
         match body:
             case StepDone() as step:
-                self.steps.append(dict(step.figures))
+                self.recent.add(step.step, step.figures)
+            case EvaluationDone() as done:
+                self.recent.add_evaluation(done.file, done.version, done.figures)
+
+    def _judge(self) -> None:
+        """Show the findings on learning at the newest step: a warning for each new one, and a gauge."""
+        seen = findings(self.recent.judged(), self._service.config)
+        for name in seen.keys() - self._warned:
+            log.warning("finding", rule=name, text=seen[name].text)
+        self._warned = set(seen)
+        for rule in RULES:
+            metrics.FINDING.labels(rule.name).set(rule.name in seen)
+
+    async def _apply(self, body: Message) -> None:
+        self._note(body)
+        match body:
+            case StepDone() as step:
+                self._judge()
                 self._ledger.on_step(step)
                 self.scheduler.on_step(step.step, step.version)
             case GroupsSettled(groups=groups):

@@ -1,8 +1,8 @@
-"""The report of each step: the time of its phases, the causes of the wait before it, its metrics, and advice.
+"""The report of each step: the time of its phases, the causes of the wait before it, and its metrics.
 
 produces: log/metrics.jsonl, log/not_applied.jsonl, StepDone, the learner's spans in the traces of rollouts.
 A batch is complete when its last rollout is. So each moment of the wait belongs to the stage of that rollout at the
-time. services/gspo/common/telemetry/advice.py draws the conclusions.
+time. The coordinator judges the figures (services/gspo/common/telemetry/advice.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from gspo.common.config.schema import Config
 from gspo.common.service.traces import Traces
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
-from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
 from gspo.common.telemetry.card_use import card_use
 from gspo.common.telemetry.source_figures import PREFIX, figures_of
 from gspo.common.telemetry.step_time import REWARD_PREFIX, seconds_by_cause
@@ -208,7 +207,6 @@ class StepReport:
     ) -> None:
         self._config, self._run_dir, self._events = config, run_dir, events
         self._learner_cards, self._generator_cards = learner_cards, generator_cards
-        self._recent: list[Mapping[str, float]] = []
         self._mismatch_step = run_dir.mismatch_step
 
     async def report_not_applied(self, step: int, updates: Sequence[UpdateNotApplied]) -> None:
@@ -232,21 +230,10 @@ class StepReport:
             self._mismatch_step = step
         if self._mismatch_step is not None:
             figures["mismatch_age"] = float(step - self._mismatch_step)
-        self._recent = [*self._recent, figures][-NEVER_CLIPPED_STEPS:]
-        texts = list(advice(self._recent, self._config).values())
-        for text in texts:
-            log.warning("advice", step=step, text=text)
         await asyncio.to_thread(self._run_dir.append_metrics, step, figures)
         export_figures(figures, [source.name for source in self._config.sources])
         log.info("step_done", step=step, **{key: round(figures[key], 6) for key in _IN_LOG_LINE if key in figures})
-        done = StepDone(
-            step=step,
-            version=step,
-            digest=digest,
-            groups=batch.groups,
-            figures=figures,
-            advice=texts,
-        )
+        done = StepDone(step=step, version=step, digest=digest, groups=batch.groups, figures=figures)
         await self._events.send(Event(step_done=done))
 
 

@@ -15,7 +15,9 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from gspo.common.telemetry.findings import Finding
 from gspo.runlog.checkpoint_files import whole_checkpoints
+from gspo.runlog.checks import CHECKS, READ_CHECK
 from gspo.runlog.data_files import DATA_FILES, DataFilesRecord
 from gspo.runlog.left_out import LEFT_OUT, LeftOutRecord, why_not_left_out
 from gspo.runlog.memory_shortages import MemoryShortage, shortage_files
@@ -210,6 +212,10 @@ class RunLog:
     def ledger(self) -> TokenLedger | None:
         """The token ledger by its last records; None without a record."""
         return token_ledger(self._read(LEDGER, LedgerRecord.model_validate))
+
+    def checks(self) -> list[Finding]:
+        """The findings of the newest start about its prompts."""
+        return self._read(CHECKS, READ_CHECK)
 
     def pushes(self) -> list[PushRecord]:
         """The pushes of each policy version, in order."""

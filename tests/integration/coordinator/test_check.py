@@ -37,8 +37,11 @@ def test_held_out_prompts_that_are_trained_on_are_a_warning(configure: Configure
         rows.write(json.dumps({"prompt": "1+2="}) + "\n")  # a second time, and it counts again
     done = check(run_dir, no_torch_env)
     assert done.returncode == 0
-    assert done.stderr.startswith("warning: evaluation.prompts: 2 of 4 held-out prompts are also training prompts")
-    assert "held_out.jsonl, line 2; the evaluation would measure" in done.stderr
+    overlap, repeated = done.stderr.splitlines()
+    where = "evaluation.prompts: 2 of 4 held-out prompts are also training prompts"
+    assert overlap.startswith(f"warning: held_out_in_training: {where}")
+    assert "held_out.jsonl, line 2; the evaluation would measure" in overlap
+    assert repeated.startswith("warning: held_out_twice: evaluation.prompts: 1 of 4 held-out prompts are there before")
 
 
 def test_what_cannot_work_is_one_message_and_exit_code_2(configure: Configure, no_torch_env: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from gspo.common.telemetry import metrics
-from gspo.common.telemetry.advice import NOISE_TOO_MUCH, TURN_STEPS, TURNS_MORE, TURNS_SHORTER, WEIGHED_DOWN
+from gspo.common.telemetry.advice import RULES as RULES_ON_LEARNING
 from tests.conftest import free_port
 from tests.support.monitoring.prometheus_names import unknown_names
 from tests.support.monitoring.prometheus_server import Prometheus
@@ -119,9 +119,7 @@ def test_unknown_names_are_found() -> None:
     assert unknown_names("gspo_rollout_seconds_bucket / gspo:x:y", {"gspo:x:y"}) == []
 
 
-def test_the_alerts_of_the_objective_and_the_advice_agree() -> None:
-    assert ALERTS["GspoClipIsNoise"]["expr"].endswith(f"> {NOISE_TOO_MUCH}")
-    assert metrics.STEP_FIGURE._name in ALERTS["GspoClipIsNoise"]["expr"]
-    assert ALERTS["GspoAnswersWeighedDown"]["expr"].endswith(f"< {WEIGHED_DOWN}")
-    bounds = re.findall(r"[<>]= ([\d.]+)", ALERTS["GspoTurnsShrink"]["expr"])
-    assert bounds == [str(TURNS_MORE), str(TURNS_SHORTER), str(TURN_STEPS)]
+def test_the_page_lists_the_findings_that_the_alert_may_name() -> None:
+    assert metrics.FINDING._name in ALERTS["GspoFinding"]["expr"]
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*) \|", OPERATIONS, re.MULTILINE)))
+    assert {rule.name for rule in RULES_ON_LEARNING} <= set(listed)

@@ -547,7 +547,7 @@ def test_advice_is_shown_with_its_steps(path: Path) -> None:
         train(run_dir, 1, 12, clipped_sequences=0.5)
     _, text = report(path)
     # Said after 10 steps in a row: at steps 10, 11 and 12.
-    assert "clip: 50% of sequences are clipped" in text
+    assert "<b>clipped_too_much</b>: 50% of sequences are clipped" in text
     assert "First at step 10, last at step 12, 3 steps in all" in text
 
 

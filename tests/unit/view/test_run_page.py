@@ -87,17 +87,17 @@ def test_the_page_shows_the_pushes_of_the_newest_versions(client: TestClient) ->
     assert "1 pushes of the run failed" in text
 
 
-def test_warnings_link_the_first_and_the_last_step_of_each(config: Config, tmp_path: Path) -> None:
+def test_findings_link_the_first_and_the_last_step_of_each(config: Config, tmp_path: Path) -> None:
     write_config(config, tmp_path / CONFIG_NAME)
     client = TestClient(make_page([ViewedRun("run", tmp_path)], []), base_url="http://127.0.0.1")
     with RunDir(tmp_path) as run:
         train(run, 1, 10, clipped_sequences=0.1)
-        assert 'id="warnings"' not in client.get("/").text
+        assert "No rule on learning had a finding" in client.get("/").text
         train(run, 11, 22, noise_share=0.4, clipped_sequences=0.5)
         train(run, 23, 23, noise_share=0.0, clipped_sequences=0.5)
     text = " ".join(client.get("/").text.split())
-    warnings = text[text.index('id="warnings"') : text.index("</section>", text.index('id="warnings"'))]
-    noise, clip = (next(item for item in warnings.split("<li>") if words in item) for words in ("alone", "lost"))
+    findings = text[text.index('id="findings"') : text.index("</section>", text.index('id="findings"'))]
+    noise, clip = (next(item for item in findings.split("<p>") if words in item) for words in ("alone", "lost"))
     assert (
         'First at <a href="/rollouts?step=11">step 11</a>, last at <a href="/rollouts?step=22">step 22</a>, 12' in noise
     )

@@ -18,7 +18,6 @@ from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import Verdict, verdict
 from gspo.common.telemetry.card_use import card_use_line
 from gspo.common.telemetry.clip_causes import clip_causes_line, mismatch_line
-from gspo.common.telemetry.learning import learning_findings
 from gspo.common.telemetry.step_time import duration, seconds_beside, seconds_by_function
 
 STYLES = {"step": "", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -49,7 +48,7 @@ def run_parts(view: View, num_generators: int, *, is_short: bool = False) -> lis
     if view.best is not None:
         parts.append(Text(f"best by {config.evaluation.keep_best}: version {view.best[0]}"))
     if not is_short:
-        parts += [Text(text, "yellow") for text in learning_findings(steps, config).values()]
+        parts += [Text(finding.text, "yellow") for finding in view.findings.values()]
         parts += [Text(line) for line in (mismatch_line(steps, config), clip_causes_line(steps, config)) if line]
         parts += [Text(note.text, "yellow" if note.kind == "warning" else "") for note in view.notes]
     if bound := verdict(steps, config, num_generators):

@@ -121,7 +121,7 @@ class StatusPage:
             self._view, self._read = View(self._config, self._run_dir, {}, Phases()), state
             steps, ledger = load_history(self._view), log.ledger()
             warnings = [unscored_so_far(self._run_dir, steps), shortage_line(log.shortages())]
-            warnings.append(left_out_line(log.left_out()))
+            warnings += [left_out_line(log.left_out()), *(check.text for check in log.checks())]
             self._view.notes = [ScreenLine(text, "warning") for text in warnings if text]
             if ledger is not None:
                 self._view.notes.append(ScreenLine(ledger.line, "warning" if ledger.warning else "note"))

@@ -14,7 +14,8 @@ from typing import Literal
 from gspo.common.config.schema import Config
 from gspo.common.streams.entries import body_of
 from gspo.common.streams.instances import Instance
-from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice
+from gspo.common.telemetry.advice import findings
+from gspo.common.telemetry.findings import Finding, RecentSteps
 from gspo.common.telemetry.step_time import duration
 from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, best_evaluated
 from gspo.runlog.unscored import UNSCORED, Unscored
@@ -134,7 +135,7 @@ class View:
     step: int = 0
     version: int = 0
     live_version: int | None = None
-    steps: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=NEVER_CLIPPED_STEPS))
+    recent: RecentSteps = field(init=False)
     rewards: list[float] = field(default_factory=list)
     step_unix_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_ETA + 1))
     evaluations: list[EvaluationRecord] = field(default_factory=list)
@@ -144,10 +145,28 @@ class View:
     notes: list[ScreenLine] = field(default_factory=list)
     finished: Finished | None = None
 
+    def __post_init__(self) -> None:
+        self.recent = RecentSteps(self.config.evaluation.headline)
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """The figures of the newest steps, oldest first."""
+        return list(self.recent.steps)
+
     @property
     def figures(self) -> dict[str, float]:
         """The figures of the last step."""
-        return self.steps[-1] if self.steps else {}
+        return self.recent.steps[-1] if self.recent.steps else {}
+
+    @property
+    def findings(self) -> dict[str, Finding]:
+        """The findings of the newest steps and evaluations."""
+        return findings(self.recent.judged(), self.config)
+
+    def add_evaluation(self, record: EvaluationRecord) -> None:
+        """Take the next evaluation."""
+        self.evaluations.append(record)
+        self.recent.add_evaluation(record.file, record.version, record.figures)
 
     @property
     def total_steps(self) -> int | None:
@@ -219,13 +238,13 @@ class View:
         if self.phases.current in ("start", "evaluation_before"):
             self.phases.enter("training")
         self.step, self.version = done.step, done.version
-        self.steps.append(figures)
+        self.recent.add(done.step, figures)
         self.step_unix_s.append(unix_s)
         if "reward_mean" in figures:
             self.rewards.append(figures["reward_mean"])
-        warnings = advice(list(self.steps), self.config)
-        new = [ScreenLine(text, "warning") for name, text in warnings.items() if name not in self.warned]
-        self.warned = set(warnings)
+        seen = self.findings
+        new = [ScreenLine(finding.text, "warning") for name, finding in seen.items() if name not in self.warned]
+        self.warned = set(seen)
         return [ScreenLine(step_line(self), "step"), *new, *self._on_unscored(int(figures.get(UNSCORED, 0)))]
 
     def _on_unscored(self, count: int) -> list[ScreenLine]:
@@ -260,7 +279,7 @@ class View:
             file=done.file, version=done.version, step=done.step, unix_s=unix_s, score=score, figures=figures
         )
         best_before = self.best
-        self.evaluations.append(record)
+        self.add_evaluation(record)
         if self.phases.current == "evaluation_before" and len(self.by_file) >= len(self.config.evaluation.files):
             self.phases.enter("training")
         name = done.file or "held-out prompts"
@@ -277,11 +296,12 @@ def load_history(view: View) -> list[StepRecord]:
     steps = log.steps()
     for record in steps:
         view.step, view.version = record.step, record.version
-        view.steps.append(record.figures)
+        view.recent.add(record.step, record.figures)
         view.rewards += [record.figures["reward_mean"]] if "reward_mean" in record.figures else []
     if (left_out := log.left_out()) and left_out[-1] > view.step:
         view.step = view.version = left_out[-1]
-    view.evaluations += log.evaluations()
+    for evaluation in log.evaluations():
+        view.add_evaluation(evaluation)
     return steps
 
 

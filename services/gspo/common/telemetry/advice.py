@@ -1,6 +1,6 @@
-"""Advice from the figures of the last steps: learning, the stage that bounds a run, what would help, and the clip.
+"""Two verdicts from the figures of the last steps: findings on learning, and the stage that bounds the time.
 
-It changes nothing. Its predictions follow from the measured times alone.
+It changes nothing. Predictions follow from the measured times alone.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gspo.common.config.schema import Config
-from gspo.common.telemetry.clip_causes import clip_causes, clip_causes_line
-from gspo.common.telemetry.learning import ends, has_signal, learning_findings
+from gspo.common.telemetry.clip_rules import CLIP_RULES
+from gspo.common.telemetry.findings import Finding, Steps, apply_rules, findings_of_run
+from gspo.common.telemetry.learning_rules import LEARNING_RULES, has_signal
 from gspo.common.telemetry.step_time import Share, seconds_by_function, shares
 
 # A step may be odd; older ones may be of another configuration.
@@ -19,21 +20,19 @@ STEPS_LOOKED_AT = 5
 WAITS = 0.1
 # A saving below this share of a step is not worth a sentence.
 WORTH_IT = 0.05
-# Above this share most of the signal of the reward is lost. A toy run with lag 1 went from 0.16 to 0.48 and gained half
-# as much.
-CLIPPED_TOO_MUCH = 0.4
-CLIPPED_STEPS = 10
-NEVER_CLIPPED_STEPS = 20
-# Share of sequences that would leave the clip at an unchanged policy: worth a sentence, and most of the clipped share.
-NOISE_NOTICED, NOISE_TOO_MUCH = 0.05, 0.33
-# Geometric mean of the weights of a product. Half of the answers are below it where the logarithms are symmetric.
-WEIGHED_DOWN = 0.5
-# Over TURN_STEPS steps, turns of conversations that are so much shorter and so many more. Elsewhere, dividing by an
-# answer's own tokens made turns 80 % shorter and 56 % more, without gain.
-TURN_STEPS = 20
-TURNS_SHORTER, TURNS_MORE = 0.8, 1.1
-# A replay must make the same bits, so no resume takes them.
-_FIXED = "Keys of algorithm are fixed for a run: change them in a new one, with model.path at this run's export/"
+
+
+RULES = (*LEARNING_RULES, *CLIP_RULES)
+
+
+def findings(steps: Steps, config: Config) -> dict[str, Finding]:
+    """The findings at the newest step by their rules, those on learning first; the steps are oldest first."""
+    return apply_rules(RULES, steps, config)
+
+
+def all_findings(steps: Steps, config: Config) -> list[tuple[Finding, list[int]]]:
+    """Each finding that a run had, in its newest form, with the steps that had it."""
+    return findings_of_run(RULES, steps, config)
 
 
 @dataclass(frozen=True)
@@ -206,121 +205,3 @@ def _faster_generation(times: Times) -> list[str]:
         f"{times.config.staleness.max_lag}: the learner waits {sampling_s:.2g} s of a step for the last answer alone"
     )
     return [more_generators, tail] if times.seconds_of("queue") >= sampling_s / 2 else [tail, more_generators]
-
-
-def advice(figures: Sequence[Mapping[str, float]], config: Config) -> dict[str, str]:
-    """Sentences by name for the newest step, given the figures of the steps up to it, oldest first."""
-    is_used = not config.teacher.trains_by_loss_alone  # then no clip changes a loss
-    takes_signal = is_used and config.algorithm.objective != "cispo"  # its clip bounds weights
-    sentences: dict[str, str | None] = {
-        **learning_findings(figures, config),
-        "clipped_too_much": _clipped(figures, config) if takes_signal else None,
-        "clip_is_silent": _never(figures, config) if takes_signal else None,
-        "clip_is_noise": _noise(figures, config) if is_used else None,
-        "answers_weighed_down": _weighed_down(figures, config),
-        "turns_shrink": _shrinking_turns(figures, config),
-        "batch_is_small": _small(figures, config),
-    }
-    return {name: text for name, text in sentences.items() if text}
-
-
-def _clipped(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    unit = _unit(config)
-    shares = _last(figures, f"clipped_{unit}", CLIPPED_STEPS)
-    if not shares or min(shares) <= CLIPPED_TOO_MUCH:
-        return None
-    causes, line = clip_causes(figures), clip_causes_line(figures, config)
-    remedies = {"movement": "a wider clip (algorithm.pg_clip_low, pg_clip_high)"}
-    if config.algorithm.old_logprobs == "inference" and not config.algorithm.bounds_divergence:
-        remedies["noise"] = "algorithm.old_logprobs: recompute"
-    if config.staleness.max_lag > 0:
-        remedies["lag"] = f"staleness.max_lag below {config.staleness.max_lag}"
-    # The remedy of the largest cause first.
-    first = causes.largest if causes else ""
-    ordered = sorted(remedies, key=lambda cause: cause != first)
-    return (
-        f"clip: {shares[-1]:.0%} of {unit} are clipped, over {CLIPPED_TOO_MUCH:.0%} for {CLIPPED_STEPS} steps; "
-        f"most of the signal is lost. {line + '. ' if line else ''}"
-        f"Try {' or '.join(remedies[cause] for cause in ordered)}. {_FIXED}"
-    )
-
-
-def _never(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    unit = _unit(config)
-    shares = _last(figures, f"clipped_{unit}", NEVER_CLIPPED_STEPS)
-    if not shares or max(shares) > 0:
-        return None
-    low, high = config.algorithm.clip
-    return (
-        f"clip: none of the {unit} was clipped in {NEVER_CLIPPED_STEPS} steps at {low:g}/{high:g}; "
-        f"the objective is not bounded. Narrow algorithm.pg_clip_low and pg_clip_high if that is not meant. {_FIXED}"
-    )
-
-
-def _noise(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    shares = _last(figures, "noise_share", 1)
-    if not shares or shares[0] <= NOISE_NOTICED or config.algorithm.old_logprobs == "recompute":
-        return None
-    clips = _last(figures, "noise_clip", 1)
-    wider = (
-        f"a wider clip: at {clips[0]:.2g} on both sides, noise puts at most 1 % outside" if clips else "a wider clip"
-    )
-    remedies = ["algorithm.old_logprobs: recompute", wider]
-    if config.generation.dtype != "float32":
-        remedies.insert(0, "generation.dtype: float32, which a resume takes")
-    return (
-        f"clip: the engines' numerical mismatch alone puts {shares[0]:.0%} of {_unit(config)} outside the clip"
-        f"{', so clipping is noise' if shares[0] > NOISE_TOO_MUCH else ''}. Try {', or '.join(remedies)}. {_FIXED}"
-    )
-
-
-def _weighed_down(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    weights = _last(figures, "behavior_weight_geomean", STEPS_LOOKED_AT)
-    if config.algorithm.behavior_level != "product" or not weights or max(weights) >= WEIGHED_DOWN:
-        return None
-    return (
-        f"correction: the geometric mean of the weights is {weights[-1]:.2g} before their bounds, below "
-        f"{WEIGHED_DOWN:g} for {STEPS_LOOKED_AT} steps. The product over an answer's tokens falls with its length. Try "
-        f"algorithm.behavior_level: sequence, or a smaller staleness.max_lag. {_FIXED}"
-    )
-
-
-def _shrinking_turns(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    """Whether turns got shorter and more at once, by means of the first and the last quarter of TURN_STEPS steps."""
-    tokens, turns = (_last(figures, name, TURN_STEPS) for name in ("turn_tokens_mean", "turns_mean"))
-    if not tokens or not turns:
-        return None
-    pairs = ends(tokens, 4), ends(turns, 4)
-    shorter, more = (last / max(first, 1e-9) for first, last in pairs)
-    if shorter > TURNS_SHORTER or more < TURNS_MORE:
-        return None
-    other = "" if config.algorithm.loss_agg_mode == "seq-mean-turn-mean" else ", or loss_agg_mode: seq-mean-turn-mean"
-    return (
-        f"turns: within {TURN_STEPS} steps a turn's tokens fell to {shorter:.0%} and turns rose to {more:.0%}. If the "
-        f"reward does not rise with them, the objective pays for short turns. Try a reward that counts turns{other}. "
-        f"{_FIXED}"
-    )
-
-
-def _small(figures: Sequence[Mapping[str, float]], config: Config) -> str | None:
-    newest, algorithm = figures[-1], config.algorithm
-    dropped = newest.get("groups_filtered", 0.0) + newest.get("groups_failed", 0.0)
-    trained = newest.get("groups", 0.0)
-    if trained >= algorithm.rollout_batch_size or dropped < algorithm.max_refill * algorithm.rollout_batch_size:
-        return None
-    return (
-        f"batch: {trained:.0f} of {algorithm.rollout_batch_size} groups were trained, since {dropped:.0f} were "
-        f"filtered or failed meanwhile, as many as algorithm.max_refill {algorithm.max_refill} allows. Choose prompts "
-        f"that the policy sometimes answers right, or raise algorithm.max_refill. {_FIXED}"
-    )
-
-
-def _unit(config: Config) -> str:
-    """The unit of the clip: the ratio is a token's under `token`, a sequence's otherwise."""
-    return "tokens" if config.algorithm.importance_sampling == "token" else "sequences"
-
-
-def _last(figures: Sequence[Mapping[str, float]], name: str, num: int) -> list[float]:
-    """The last `num` values of a figure, empty where a step lacks it."""
-    values = [step[name] for step in figures[-num:] if name in step]
-    return values if len(values) == num else []

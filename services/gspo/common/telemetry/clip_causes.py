@@ -88,8 +88,8 @@ def mismatch_line(figures: Sequence[Mapping[str, float]], config: Config) -> str
         if config.learner.mismatch_every or not figures:
             return ""
         return (
-            "The engines' mismatch was not measured (learner.mismatch_every: 0), so noise_share, the advice on it and "
-            "the alert GspoClipIsNoise are missing"
+            "The engines' mismatch was not measured (learner.mismatch_every: 0), so noise_share and "
+            "the finding clip_is_noise are missing"
         )
     when = f"last measured {age:.0f} steps ago" if age else "measured in this step"
     measured = [step["noise_share"] for step in figures if "noise_share" in step]

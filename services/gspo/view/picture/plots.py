@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import cycle, product
 
-from gspo.common.telemetry.advice import CLIPPED_TOO_MUCH
+from gspo.common.telemetry.clip_rules import CLIPPED_TOO_MUCH
 from gspo.common.telemetry.source_figures import named_sources, source_figure
 from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import EvaluationRecord

@@ -9,13 +9,14 @@ from dataclasses import asdict
 from typing import Any
 
 from gspo.common.streams.entries import FAILED, STOPPED
-from gspo.common.telemetry.advice import NEVER_CLIPPED_STEPS, advice, verdict
+from gspo.common.telemetry.advice import all_findings, verdict
 from gspo.common.telemetry.card_use import mean_card_use
 from gspo.common.telemetry.clip_causes import clip_causes
+from gspo.common.telemetry.findings import Finding, RecentSteps
 from gspo.runlog.left_out import left_out_line
 from gspo.runlog.memory_shortages import shortage_line
 from gspo.runlog.run_history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
-from gspo.runlog.run_log import SUMMARY_NAME
+from gspo.runlog.run_log import SUMMARY_NAME, RunLog
 from gspo.runlog.unscored import unscored_so_far
 
 TIMES = ("wait_s", "shift_s", "train_s", "probe_s", "publish_s", "hold_s", "log_s")
@@ -160,16 +161,17 @@ def end_in_words(summary: dict[str, Any]) -> tuple[str, str]:
     return ("open", reason) if summary["end"] == STOPPED else ("done", f"finished: {reason}")
 
 
-def advised(history: RunHistory) -> list[tuple[str, list[int]]]:
-    """The advice of the run, each sentence in its newest form, and the steps whose figures caused it."""
-    by_name: dict[str, tuple[str, list[int]]] = {}
+def run_findings(history: RunHistory) -> list[tuple[Finding, list[int]]]:
+    """The findings of the start, and of the steps: each as of its last step, with all steps that had it."""
     if history.config is None:
         return []
-    for place, record in enumerate(history.metrics):
-        recent = history.figures[max(0, place + 1 - NEVER_CLIPPED_STEPS) : place + 1]
-        for name, text in advice(recent, history.config).items():
-            by_name[name] = text, [*by_name.get(name, ("", []))[1], record.step]
-    return list(by_name.values())
+    recent = RecentSteps(history.config.evaluation.headline, kept=None)
+    for step in history.metrics:
+        recent.add(step.step, step.figures)
+    for record in history.evaluations:
+        recent.add_evaluation(record.file, record.version, record.figures)
+    checks = [(check, [0]) for check in RunLog(history.run_dir).checks()]
+    return checks + all_findings(recent.judged(), history.config)
 
 
 def _accuracy_notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:

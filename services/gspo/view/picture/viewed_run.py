@@ -16,7 +16,7 @@ from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import SUMMARY_NAME, RunLog
 from gspo.view.picture.curves import Curve
 from gspo.view.picture.plots import curves_of
-from gspo.view.picture.summary import advised, difference, end_in_words, notes, summarise
+from gspo.view.picture.summary import difference, end_in_words, notes, run_findings, summarise
 from gspo.view.picture.tables import config_keys, endings, evaluation_table, read_samples, what_ran
 
 # Versions in the table of pushes, the newest first.
@@ -105,7 +105,7 @@ def run_facts(history: RunHistory, summary: dict[str, Any]) -> dict[str, Any]:
         "summary": summary,
         "how_ended": end_in_words(summary),
         "change": difference(summary, "accuracy"),
-        "advice": advised(history),
+        "findings": run_findings(history),
         "notes": notes(history, summary),
         "clip_lines": [line for line in lines if line],
         "held_out": {file: evaluation_table(records, best) for file, records in history.by_file.items()},

@@ -147,7 +147,7 @@ def test_the_page_says_that_rewards_teach_nothing(config: Config, tmp_path: Path
             run_dir.append_metrics(step, {"zero_spread_groups": 1.0, "reward_min": 0.0, "reward_max": 0.0})
     console = Console(file=io.StringIO(), width=10_000)
     console.print(StatusPage(tmp_path, config).draw([]))
-    assert "learning: in 3 steps the answers to each prompt had equal rewards" in printed(console)
+    assert "no_signal, since step 3: the answers to each prompt have equal rewards" in printed(console)
 
 
 def test_a_page_that_is_watched_takes_a_new_configuration(config: Config, tmp_path: Path) -> None:

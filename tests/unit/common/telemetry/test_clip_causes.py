@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gspo.common.telemetry.clip_causes import clip_causes, clip_causes_line
-from tests.unit.common.telemetry.test_advice import configured
+from tests.unit.common.telemetry.test_clip_rules import configured
 
 
 def step(outside: float, start: float, **more: float) -> dict[str, float]:
