@@ -49,7 +49,7 @@ def follow(run_dir: Path, name: str, config: Config, ended: threading.Event) -> 
     position = TrackerPosition.read(run_dir, name)
     tracker = open_tracker(run_dir, name, config, position)
     try:
-        follower = Follower(run_dir, tracker, position)
+        follower = Follower(run_dir, config, tracker, position)
         log.info("tracking", sent=position.num_sent)
         while not ended.is_set():
             follower.send_new()

@@ -1,7 +1,8 @@
 """Sends every record of log/metrics.jsonl and log/evaluations.jsonl to a tracker, once.
 
 The files are the only queue: a tracker that was away continues after its last record. Figures of steps become
-`train/NAME`, figures of evaluations `eval/NAME`, or `eval/FILE/NAME` if the files have names.
+`train/NAME`, figures of evaluations `eval/NAME`, or `eval/FILE/NAME` if the files have names. `finding/RULE` is 1 in a
+step where a rule on learning has a finding, and 0 in later ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, Protocol, TypeAlias
 
 from gspo.common.config.schema import Config
 from gspo.common.host.durable_write import replace_file
+from gspo.common.telemetry.advice import findings
+from gspo.common.telemetry.findings import RecentSteps
 from gspo.runlog.run_log import EVALUATIONS, LOG_FOLDER, METRICS, EvaluationRecord, StepRecord, read_own_records
 
 FigureRecord: TypeAlias = StepRecord | EvaluationRecord
@@ -72,8 +75,15 @@ class Tracker(Protocol):
 class Follower:
     """Sends a tracker the records that it does not have yet."""
 
-    def __init__(self, run_dir: Path, tracker: Tracker, position: TrackerPosition) -> None:
+    def __init__(self, run_dir: Path, config: Config, tracker: Tracker, position: TrackerPosition) -> None:
         self._log, self._tracker, self._position = run_dir / LOG_FOLDER, tracker, position
+        self._config, self._recent = config, RecentSteps(config.evaluation.headline)
+        # Rules that have had a finding.
+        self._had: set[str] = set()
+        for name, parse in _PARSERS.items():
+            for record in read_own_records(self._log / name, parse).records:
+                if record.step <= position.last_step:
+                    self._judge(record)
 
     def send_new(self) -> int:
         """Send the records since the last call, steps before evaluations; returns their number."""
@@ -87,13 +97,23 @@ class Follower:
         for record in records:
             prefix = "train" if isinstance(record, StepRecord) else "/".join(("eval", *filter(None, [record.file])))
             figures = {f"{prefix}/{name}": value for name, value in record.figures.items()}
-            self._tracker.send(record.model_copy(update={"figures": figures}))
+            self._tracker.send(record.model_copy(update={"figures": figures | self._judge(record)}))
         self._tracker.flush()
         self._position.offsets = offsets
         self._position.num_sent += len(records)
         self._position.last_step = max(self._position.last_step, *(record.step for record in records))
         self._position.write()
         return len(records)
+
+    def _judge(self, record: FigureRecord) -> dict[str, float]:
+        """The findings at a step, as figures; none for an evaluation, which a later step shows."""
+        if isinstance(record, EvaluationRecord):
+            self._recent.add_evaluation(record.file, record.version, record.figures)
+            return {}
+        self._recent.add(record.step, record.figures)
+        seen = findings(self._recent.judged(), self._config)
+        self._had |= seen.keys()
+        return {f"finding/{name}": float(name in seen) for name in sorted(self._had)}
 
 
 def hyperparameters(config: Config) -> dict[str, str | int | float | bool]:

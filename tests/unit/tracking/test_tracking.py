@@ -23,7 +23,7 @@ from gspo.common.errors import InputError
 from gspo.learner import trackers
 from gspo.learner.trackers import Trackers, check_trackers
 from gspo.tracking.__main__ import follow
-from gspo.tracking.follower import Follower, TrackerPosition, hyperparameters
+from gspo.tracking.follower import FigureRecord, Follower, TrackerPosition, hyperparameters
 from gspo.tracking.tensorboard import TensorBoard
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def test_tensorboard_shows_every_step_once_over_all_sessions(config: Config) -> 
     session(config, "tensorboard")
     assert scalars(config) == {
         "eval/easy/sampled_mean": [(0, 0.25, 1000.5), (2, 0.5, 1002.5)],
+        "finding/clip_is_noise": [(2, 1.0, 1002.0), (3, 1.0, 1003.0)],
         "train/noise_share": [(2, 0.125, 1002.0)],
         "train/reward_mean": [(1, 0.5, 1001.0), (2, 0.625, 1002.0), (3, 0.75, 1003.0)],
     }
@@ -240,11 +241,31 @@ def test_a_record_is_sent_after_the_position_is_known(config: Config) -> None:
     step(config, 1, reward_mean=0.5)
     position = TrackerPosition.read(config.run_dir, "tensorboard")
     tracker = TensorBoard(config.run_dir, config, position)
-    follower = Follower(config.run_dir, tracker, position)
+    follower = Follower(config.run_dir, config, tracker, position)
     assert [follower.send_new(), follower.send_new()] == [1, 0]
     again = TrackerPosition.read(config.run_dir, "tensorboard")
     assert (again.num_sent, again.last_step, again.run_id) == (1, 1, position.run_id)
     tracker.close()
+
+
+def test_a_finding_is_a_figure_from_its_first_step_on_also_after_a_restart(config: Config) -> None:
+    sent: list[dict[str, float]] = []
+
+    class Kept:
+        def send(self, record: FigureRecord) -> None:
+            sent.append({name: value for name, value in record.figures.items() if name.startswith("finding/")})
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    for number in range(1, 5):
+        step(config, number, zero_spread_groups=1.0, reward_mean=0.0)
+        follower = Follower(config.run_dir, config, Kept(), TrackerPosition.read(config.run_dir, "kept"))
+        assert follower.send_new() == 1
+    step(config, 5, zero_spread_groups=0.2, reward_mean=0.5)
+    assert follower.send_new() == 1
+    assert sent == [{}, {}, {"finding/no_signal": 1.0}, {"finding/no_signal": 1.0}, {"finding/no_signal": 0.0}]
 
 
 @pytest.mark.parametrize(
