@@ -271,16 +271,26 @@ def certs(
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="Check against the needs of this configuration too.")] = None,
+    sample: Annotated[
+        bool, typer.Option("--sample", help="Also let the model answer some training prompts, and score the answers.")
+    ] = False,
 ) -> None:
     """Check the machine: memory, cores, disk, ports, Redis, model, compiler, GPU, engines.
 
     Exit code 1 if there is a problem.
 
+    With --sample, the engine and the reward of the configuration run for some answers to each source of prompts. It
+    says whether their rewards could teach anything, and whether the answers end.
+
     Example: [bold]gspo doctor config.yaml[/]
+
+    Example: [bold]gspo doctor config.yaml --sample[/]
     """
     from gspo.cli.doctor import doctor as look
 
-    raise typer.Exit(look(config, Console()))
+    if sample and config is None:
+        raise InputError("--sample", "needs a configuration", "Name it: gspo doctor config.yaml --sample")
+    raise typer.Exit(look(config, Console(), samples=sample))
 
 
 app.command()(plan)

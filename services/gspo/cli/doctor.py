@@ -44,8 +44,11 @@ _STYLES = {"OK": "green", "warning": "yellow", "problem": "bold red"}
 _SANDBOX_MINIMUM = RewardConfig.model_fields["sandbox_minimum"].default
 
 
-def doctor(config_file: Path | None, console: Console) -> int:
+def doctor(config_file: Path | None, console: Console, *, samples: bool = False) -> int:
     """Print the findings; the exit code is 1 with a problem, else 0.
+
+    Args:
+        samples: Also sample some answers and score them, unless there is a problem before.
 
     Raises:
         InputError: The configuration itself is wrong.
@@ -55,6 +58,10 @@ def doctor(config_file: Path | None, console: Console) -> int:
     results = list(_findings(config))
     if config and device:
         results += [device, *findings.data(config), *_checks(config)]
+    if config_file and config and samples and not any(finding.level == "problem" for finding in results):
+        from gspo.cli.run.sample import sample  # here: it starts services, which doctor alone does not need
+
+        results += sample(config_file_of(config_file), config, console)
     table = Table(box=None, show_header=False, padding=(0, 1))
     for finding in results:
         advice = f"\n{finding.advice}" if finding.advice else ""

@@ -53,6 +53,8 @@ FIGURES = {
     "best_at_2": 1.0,
     "response_tokens_mean": 2.0,
     "truncated_share": 0.0,
+    "eos_share": 1.0,
+    "zero_spread_groups": 0.0,
     "greedy_response_tokens_mean": 2.0,
     "greedy_truncated_share": 0.0,
 }

@@ -83,6 +83,21 @@ def evaluate(spec: EvaluationSpec, out: Path | None, *, plain: bool, console: Co
         out.open("a").close()
         if is_new:
             out.unlink()
+    measured = measure(spec, plain=plain, console=console)
+    _print(measured, console)
+    if out is not None:
+        out.write_text(json.dumps(_result(spec, measured), indent=2) + "\n")
+        console.print(f"written to {out}", highlight=False)
+    return 0
+
+
+def measure(spec: EvaluationSpec, *, plain: bool, console: Console) -> Measured:
+    """The figures of a model by held-out file, from services that run until they are there.
+
+    Raises:
+        InputError: The input cannot work.
+        RunError: The evaluation could not be done.
+    """
     with tempfile.TemporaryDirectory(prefix="gspo-eval-") as folder, naming_options():
         config = eval_config(spec, Path(folder))
         start = RunStart(config, config.run_dir, resume=False)
@@ -92,12 +107,7 @@ def evaluate(spec: EvaluationSpec, out: Path | None, *, plain: bool, console: Co
         view, is_interrupted = asyncio.run(session)
         if is_interrupted:
             raise InterruptedRunError("stopped; nothing was measured")
-        measured = _figures(view)
-    _print(measured, console)
-    if out is not None:
-        out.write_text(json.dumps(_result(spec, measured), indent=2) + "\n")
-        console.print(f"written to {out}", highlight=False)
-    return 0
+        return _figures(view)
 
 
 def _result(spec: EvaluationSpec, measured: Measured) -> dict[str, Any]:

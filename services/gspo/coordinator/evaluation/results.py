@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 
 from gspo.common.config.evaluation import MOST_PARTS, EvaluationConfig
 from gspo.common.score_numbers import reward_or_failure
-from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, Scored, ScoredRollout
+from gspo_proto.rollout_pb2 import OUTCOME_EOS, OUTCOME_TRUNCATED, Scored, ScoredRollout
 
 NEWEST_VERSION = "newest_version"
 
@@ -24,6 +24,7 @@ class HeldOutAnswer:
     Attributes:
         reward: None where it has no score.
         num_tokens: What the policy sampled; 0 where the answer never came.
+        ended: By an end token.
         parts: Values of the reward functions by name, where there are several.
         num_turns, num_tool_calls: Counts of a conversation; 0 turns for a single answer.
     """
@@ -31,6 +32,7 @@ class HeldOutAnswer:
     reward: float | None
     num_tokens: int
     truncated: bool
+    ended: bool = False
     parts: dict[str, float] = field(default_factory=dict)
     num_turns: int = 0
     num_tool_calls: int = 0
@@ -131,6 +133,7 @@ def _answer(scored: ScoredRollout, reward: float | None) -> HeldOutAnswer:
         reward=reward,
         num_tokens=sum(rollout.mask),
         truncated=rollout.outcome == OUTCOME_TRUNCATED,
+        ended=rollout.outcome == OUTCOME_EOS,
         parts=parts,
         num_turns=rollout.num_turns if rollout.environment else 0,
         num_tool_calls=rollout.episode.num_tool_calls,
@@ -162,6 +165,9 @@ def _sampled_figures(
     figures |= _mean(f"best_at_{largest}", [best_of(values, largest) for values in rewards if len(values) >= largest])
     figures |= _mean("response_tokens_mean", [answer.num_tokens for answer in received])
     figures |= _mean("truncated_share", [float(answer.truncated) for answer in received])
+    figures |= _mean("eos_share", [float(answer.ended) for answer in received])
+    several = [of_prompt for of_prompt in rewards if len(of_prompt) > 1]
+    figures |= _mean("zero_spread_groups", [float(len(set(of_prompt)) == 1) for of_prompt in several])
     figures |= _conversations("", received)
     names = dict.fromkeys(name for answer in received for name in answer.parts)
     for name in list(names)[:MOST_PARTS]:

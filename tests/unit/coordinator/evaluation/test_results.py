@@ -88,6 +88,8 @@ def test_figures_of_two_prompts() -> None:
         "best_at_2": 1.0,
         "response_tokens_mean": 4.0,
         "truncated_share": 0.25,
+        "eos_share": 0.75,
+        "zero_spread_groups": 0.0,  # of the first prompt alone
         "greedy_response_tokens_mean": 100.0,
         "greedy_truncated_share": 0.0,
     }
