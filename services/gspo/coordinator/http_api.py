@@ -58,7 +58,7 @@ class RunViews:
         self.checks: list[Finding] = []
 
     async def state(self) -> dict[str, Any]:
-        """The state of the run."""
+        """Step, versions, slots, groups by settlement, evaluations, registered instances."""
         if self.scheduler is None:
             return {"run": self._keys.run, "starting": self._service.activity.detail}
         return {
@@ -152,8 +152,8 @@ class RecentRollouts:
             await self._refresh(_REFRESH_COUNT)
             await asyncio.sleep(_REFRESH_S)
 
-    async def newest(self, limit: int) -> list[dict[str, Any]]:
-        """The newest `limit`, the newest first."""
+    async def newest(self, limit: Annotated[int, Query(ge=1, le=256)] = 16) -> list[dict[str, Any]]:
+        """The newest scored rollouts, the newest first."""
         await self._refresh(limit)
         return list(self._seen.values())[:limit]
 
@@ -189,43 +189,36 @@ def _rollout_view(scored: ScoredRollout, source: str) -> dict[str, Any]:
     }
 
 
-def make_http_api(service: Service, views: RunViews, rollouts: RecentRollouts) -> FastAPI:
-    """The app; services/gspo/coordinator/page/page_access.py authorizes callers before."""
-    redis, keys = service.redis, service.keys
-    events = Events(redis, keys, service.options.name)
-    app = FastAPIOffline(title="gspo coordinator")
+class RunControls:
+    """Pauses, continues and stops the run."""
 
-    @app.get("/v1/state")
-    async def get_state() -> dict[str, Any]:
-        """Step, versions, slots, groups by settlement, evaluations, registered instances."""
-        return await views.state()
+    def __init__(self, service: Service) -> None:
+        self._redis, self._keys = service.redis, service.keys
+        self._events = Events(service.redis, service.keys, service.options.name)
 
-    @app.get("/v1/status")
-    async def get_status() -> dict[str, Any]:
-        """The activity of every service and its time, the last step's time by cause, and the run's bottleneck."""
-        return await views.status()
-
-    @app.post("/v1/pause")
-    async def pause() -> dict[str, bool]:
+    async def pause(self) -> dict[str, bool]:
         """Issue no new groups; open groups are finished."""
-        await redis.set(keys.paused, PAUSED_BY_USER)
+        await self._redis.set(self._keys.paused, PAUSED_BY_USER)
         return {"paused": True}
 
-    @app.post("/v1/resume")
-    async def resume() -> dict[str, bool]:
+    async def resume(self) -> dict[str, bool]:
         """Issue groups again."""
-        await redis.delete(keys.paused)
+        await self._redis.delete(self._keys.paused)
         return {"paused": False}
 
-    @app.post("/v1/stop", status_code=202)
-    async def request_stop(body: StopBody) -> dict[str, str]:
+    async def stop(self, body: StopBody) -> dict[str, str]:
         """End the run after the step in training, with a checkpoint."""
-        await events.send(Event(stop_requested=StopRequested(reason=body.reason)))
+        await self._events.send(Event(stop_requested=StopRequested(reason=body.reason)))
         return {"stopping": body.reason}
 
-    @app.get("/v1/rollouts")
-    async def newest_rollouts(limit: Annotated[int, Query(ge=1, le=256)] = 16) -> list[dict[str, Any]]:
-        """The newest scored rollouts, the newest first."""
-        return await rollouts.newest(limit)
 
+def make_http_api(service: Service, views: RunViews, rollouts: RecentRollouts) -> FastAPI:
+    """The app; services/gspo/coordinator/page/page_access.py authorizes callers before."""
+    app, controls = FastAPIOffline(title="gspo coordinator"), RunControls(service)
+    app.get("/v1/state")(views.state)
+    app.get("/v1/status")(views.status)
+    app.get("/v1/rollouts")(rollouts.newest)
+    app.post("/v1/pause")(controls.pause)
+    app.post("/v1/resume")(controls.resume)
+    app.post("/v1/stop", status_code=202)(controls.stop)
     return app
