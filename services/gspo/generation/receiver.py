@@ -18,7 +18,7 @@ import grpc
 import structlog
 
 from gspo.common.service.app import Service
-from gspo.common.streams.card_shift import CardShift
+from gspo.common.streams.gpu_shift import GpuShift
 from gspo.common.telemetry import metrics
 from gspo.common.weights import Packed, TimeLimit
 from gspo.generation.engine.api import EngineBrokenError, EngineLike
@@ -70,7 +70,7 @@ class Receiver:
         self._service, self._engine, self._copies, self._on_loaded = service, engine, copies, on_loaded
         self._config = service.config.generation
         self.fence = Fence()
-        self._shift = CardShift(service.redis, service.keys) if service.config.placement == "shared" else None
+        self._shift = GpuShift(service.redis, service.keys) if service.config.placement == "shared" else None
         self._load_limit = TimeLimit(self._config.push_timeout_s, _FIRST_LOAD_BYTES_S)
         self._lock = asyncio.Lock()
         self._staging: asyncio.Timeout | None = None

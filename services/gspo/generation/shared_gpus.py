@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 import structlog
 
 from gspo.common.service.app import Service
-from gspo.common.streams.card_engines import CardEngine, CardEngines
-from gspo.common.streams.card_shift import CardShift
+from gspo.common.streams.gpu_engines import GpuEngine, GpuEngines
+from gspo.common.streams.gpu_shift import GpuShift
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import HEARTBEAT_S, LEARNER
 
@@ -34,7 +34,7 @@ async def gpus_of(service: Service) -> AsyncIterator[None]:
     if service.config.placement != "shared":
         yield
         return
-    engines, engine = CardEngines(service.redis, service.keys), CardEngine.of_this_process(service.options.name)
+    engines, engine = GpuEngines(service.redis, service.keys), GpuEngine.of_this_process(service.options.name)
     await _wait_for_shift(service, engines, engine)
     keeping = asyncio.create_task(_keep(service, engines, engine), name="record of the engine")
     try:
@@ -45,19 +45,19 @@ async def gpus_of(service: Service) -> AsyncIterator[None]:
         await engines.forget(service.uid)
 
 
-async def _keep(service: Service, engines: CardEngines, engine: CardEngine) -> None:
+async def _keep(service: Service, engines: GpuEngines, engine: GpuEngine) -> None:
     """Write the record again and again, so that it outlives a wipe of Redis; until cancelled."""
     while True:
         await asyncio.sleep(HEARTBEAT_S)
         await engines.keep(service.uid, engine)
 
 
-async def _wait_for_shift(service: Service, engines: CardEngines, engine: CardEngine) -> None:
+async def _wait_for_shift(service: Service, engines: GpuEngines, engine: GpuEngine) -> None:
     """Wait until the engine may start, as long as a learner is there.
 
     Meanwhile the heartbeat continues, so the generator does not count as dead.
     """
-    shift, limit_s = CardShift(service.redis, service.keys), service.config.run.start_timeout_s
+    shift, limit_s = GpuShift(service.redis, service.keys), service.config.run.start_timeout_s
     seen_s = looked_s = time.monotonic()
     if not await engines.may_start(service.uid, engine):
         log.info("cards_awaited", detail="the learner has the GPUs; the engine starts in the generators' shift")
@@ -76,6 +76,6 @@ async def _wait_for_shift(service: Service, engines: CardEngines, engine: CardEn
         await asyncio.sleep(_POLL_S)
 
 
-async def _present_use(shift: CardShift) -> str:
+async def _present_use(shift: GpuShift) -> str:
     present = await shift.read()
     return f"the learner has them ({present.purpose})" if present else "the learner to come"

@@ -20,7 +20,7 @@ from gspo.common.config.schema import Config
 from gspo.common.service.traces import Traces
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
-from gspo.common.telemetry.card_use import card_use
+from gspo.common.telemetry.gpu_use import gpu_use
 from gspo.common.telemetry.source_figures import PREFIX, figures_of
 from gspo.common.telemetry.step_time import REWARD_PREFIX, seconds_by_cause
 from gspo.learner.assembly.assembler import Batch
@@ -37,7 +37,7 @@ class StepPhase(StrEnum):
 
     WAIT = "wait_s"
     LOG = "log_s"
-    # On shared cards: until the generators sleep and the states are on the cards, and back after the step before.
+    # On shared GPUs: until the generators sleep and the states are on the GPUs, and back after the step before.
     SHIFT = "shift_s"
     TRAIN = "train_s"
     PROBE = "probe_s"
@@ -193,8 +193,8 @@ class StepReport:
     """Reports the steps of one learner.
 
     Args:
-        learner_cards: Of the ranks, with their peak flop/s.
-        generator_cards: The present cards of all generators, with their kinds.
+        learner_gpus: Of the ranks, with their peak flop/s.
+        generator_gpus: The present GPUs of all generators, with their kinds.
     """
 
     def __init__(
@@ -202,11 +202,11 @@ class StepReport:
         config: Config,
         run_dir: RunDir,
         events: Events,
-        learner_cards: Mapping[str, float | None],
-        generator_cards: Callable[[], Mapping[str, str]],
+        learner_gpus: Mapping[str, float | None],
+        generator_gpus: Callable[[], Mapping[str, str]],
     ) -> None:
         self._config, self._run_dir, self._events = config, run_dir, events
-        self._learner_cards, self._generator_cards = learner_cards, generator_cards
+        self._learner_gpus, self._generator_gpus = learner_gpus, generator_gpus
         self._mismatch_step = run_dir.mismatch_step
 
     async def report_not_applied(self, step: int, updates: Sequence[UpdateNotApplied]) -> None:
@@ -225,7 +225,7 @@ class StepReport:
         """
         step = batch.step
         figures = {**step_metrics, "tokens_per_s": step_metrics["tokens"] / step_metrics["step_s"]}
-        figures |= card_use(figures, self._learner_cards, self._generator_cards())
+        figures |= gpu_use(figures, self._learner_gpus, self._generator_gpus())
         if "sigma_token" in figures:
             self._mismatch_step = step
         if self._mismatch_step is not None:

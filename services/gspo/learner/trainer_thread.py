@@ -29,7 +29,7 @@ class TrainerThread:
 
     Args:
         trainer: On rank zero; every other rank makes each call with it.
-        shifts: On shared cards, a call that needs the states of training begins a shift, unless there is one.
+        shifts: On shared GPUs, a call that needs the states of training begins a shift, unless there is one.
         executor: The one thread in which the trainer was started.
         disk: Waits for free disk space.
         run_dir: The run directory, to which the trainer writes.
@@ -51,7 +51,7 @@ class TrainerThread:
 
     @property
     def cards(self) -> Mapping[str, float | None]:
-        """The card of each rank -> its peak flop/s, or None where that is unknown."""
+        """The GPU of each rank -> its peak flop/s, or None where that is unknown."""
         return self._trainer.cards
 
     async def train(self, step: int, rows: Sequence[Row], hyperparameters: Hyperparameters) -> TrainResult:

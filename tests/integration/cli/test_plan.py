@@ -150,7 +150,7 @@ def test_bad_input_is_refused(
         assert not parts
 
 
-def test_the_cards_of_the_machine_are_the_default(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_gpus_of_the_machine_are_the_default(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
     here = environment | gpu_machine(tmp_path, 4)
     done = call(here, model, "--host-memory", 1000)
     assert (done.returncode, f"4 x {H100}" in done.stdout) == (0, True), done.stderr

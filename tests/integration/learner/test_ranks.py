@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from gspo.common.config.algorithm import LossConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_START_AGAIN
-from gspo.common.streams.card_engines import CardEngine, CardEngines
-from gspo.common.streams.card_shift import CardShift
 from gspo.common.streams.events import Events
+from gspo.common.streams.gpu_engines import GpuEngine, GpuEngines
+from gspo.common.streams.gpu_shift import GpuShift
 from gspo.common.streams.keys import Keys
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
@@ -165,17 +165,17 @@ async def test_all_ranks_end_and_start_again_when_one_of_them_runs_out_of_memory
 
 
 @pytest.mark.asyncio(loop_scope="function")
-async def test_on_shared_cards_ranks_wait_while_generators_fall_asleep_and_move_their_states(
+async def test_on_shared_gpus_ranks_wait_while_generators_fall_asleep_and_move_their_states(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     """Rank zero alone waits for generators. The others wait for it, longer than for a rank that trains."""
     rank_timeout_s = 12.0
     learner = {"ranks": 2, "zero_stage": 2, "rank_timeout_s": rank_timeout_s}
     config = run_of(tmp_path, placement="shared", staleness={"max_lag": 0}, learner=learner, run={"total_steps": 2})
-    engines, feeder = CardEngines(redis, keys), LearnerFeed(redis, keys)
-    await engines.keep("uid", CardEngine("generation-0", "node-1", is_supervised=True))
+    engines, feeder = GpuEngines(redis, keys), LearnerFeed(redis, keys)
+    await engines.keep("uid", GpuEngine("generation-0", "node-1", is_supervised=True))
     with service_process("learner", config, redis_url) as process:
-        while len(ranks(process)) < 2 or not await CardShift(redis, keys).read():
+        while len(ranks(process)) < 2 or not await GpuShift(redis, keys).read():
             assert process.poll() is None
             await asyncio.sleep(0.2)
         await asyncio.sleep(rank_timeout_s + 6.0)

@@ -17,8 +17,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.common.network.grpc_server import open_channel
-from gspo.common.streams.card_engines import CardEngine, CardEngines
 from gspo.common.streams.events import Events
+from gspo.common.streams.gpu_engines import GpuEngine, GpuEngines
 from gspo.common.streams.inbox import append
 from gspo.common.streams.instances import list_instances
 from gspo.common.streams.keys import Keys
@@ -110,14 +110,14 @@ async def test_a_stop_leaves_a_checkpoint_and_open_groups(
     assert (await redis.xpending(keys.scored, "learner"))["pending"] == 2 * NUM_ROLLOUTS
 
 
-async def test_a_stop_while_a_generator_keeps_the_cards_ends_as_stopped_and_a_resume_trains_the_logged_step(
+async def test_a_stop_while_a_generator_keeps_the_gpus_ends_as_stopped_and_a_resume_trains_the_logged_step(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_of(tmp_path, placement="shared", staleness={"max_lag": 0}, run={"total_steps": 1})
-    feeder, engines = LearnerFeed(redis, keys), CardEngines(redis, keys)
+    feeder, engines = LearnerFeed(redis, keys), GpuEngines(redis, keys)
     with service_process("learner", config, redis_url) as process:
         await registered(process, redis, keys, "learner")
-        await engines.keep("uid", CardEngine("generation-0", "node-1", is_supervised=True))
+        await engines.keep("uid", GpuEngine("generation-0", "node-1", is_supervised=True))
         await feeder.feed(range(4), 0)
         async with asyncio.timeout(30):
             while (await list_instances(redis, keys, "learner"))[0].activity["what"] != "generators":

@@ -67,7 +67,7 @@ async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_jo
         # In the middle of the run; the name and the process id are the first one's, as in two containers.
         async with generator(config, redis_url, cards={"GPU-1": "A", "GPU-2": "B"}) as second:
             await learning.until(lambda: serve([second], policy(4)))
-            assert learning.publisher.generator_cards == {"GPU-1": "A", "GPU-2": "B"}
+            assert learning.publisher.generator_gpus == {"GPU-1": "A", "GPU-2": "B"}
             learning.publisher.publish(policy(5))
             await learning.until(lambda: serve([first, second], policy(5)))
             await learning.until(lambda: learning.states() == ["current", "current"])

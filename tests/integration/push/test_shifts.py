@@ -1,4 +1,4 @@
-"""The shifts on shared cards: their order, and that neither a death nor a delay gives the cards to both sides.
+"""The shifts on shared GPUs: their order, and that neither a death nor a delay gives the GPUs to both sides.
 
 Real shifts, publisher, gRPC servicer and Redis; engines and the trainer only note what happens to their memory.
 """
@@ -21,8 +21,8 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.network.grpc_server import open_channel
 from gspo.common.service.app import Service
-from gspo.common.streams.card_engines import CardEngine, CardEngines
-from gspo.common.streams.card_shift import CardShift, Shift, Written, new_shift
+from gspo.common.streams.gpu_engines import GpuEngine, GpuEngines
+from gspo.common.streams.gpu_shift import GpuShift, Shift, Written, new_shift
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import INSTANCE_TTL_S
 from gspo.generation.shared_gpus import gpus_of
@@ -54,7 +54,7 @@ class NotingTrainer:
 
     def move_to_device(self) -> None:
         assert all(generator.engine.is_asleep for generator in self._generators)
-        self._note("states on the cards")
+        self._note("states on the GPUs")
 
     def move_to_host(self) -> None:
         self._note("states in host memory")
@@ -107,7 +107,7 @@ async def test_generators_sleep_before_the_states_come_and_wake_after_they_have_
             learning.publisher.wake()
             await learning.until(partial(serve, [first, second], policy(version)))
         await learning.until(lambda: [live.version for live in learning.live] == [1, 2])
-    shift = ["sleep", "states on the cards", "states in host memory"]
+    shift = ["sleep", "states on the GPUs", "states in host memory"]
     assert first.engine.history == second.engine.history == [*shift, "wake 1", *shift, "wake 2"]
 
 
@@ -129,19 +129,19 @@ async def test_a_push_in_the_learners_shift_is_refused_and_wakes_nobody(
                 result: PushResult = await GenerationStub(channel).PushWeights(frames(), timeout=10)
                 del result
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert refused.value.details() == "the learner has the cards (step 7); weights come after its shift"
+        assert refused.value.details() == "the learner has the GPUs (step 7); weights come after its shift"
         assert target.engine.is_asleep and target.engine.history == ["sleep"]
 
 
-async def test_a_generator_with_cards_of_its_own_refuses_to_sleep(redis: Redis, redis_url: str, tmp_path: Path) -> None:
-    """Its vLLM has no sleep mode, and would not come back. The learner names it, and takes no cards."""
+async def test_a_generator_with_gpus_of_its_own_refuses_to_sleep(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    """Its vLLM has no sleep mode, and would not come back. The learner names it, and takes no GPUs."""
     config = shared_config(tmp_path, start_timeout_s=0.5)
     async with (
         generator(config.model_copy(update={"placement": "split"}), redis_url) as target,
         learner(config, redis_url) as learning,
     ):
         with_states(learning)
-        refusal = r"generation-0 \(.*\): FAILED_PRECONDITION: this generator has cards of its own \(placement: split\)"
+        refusal = r"generation-0 \(.*\): FAILED_PRECONDITION: this generator has GPUs of its own \(placement: split\)"
         with pytest.raises(TimeoutError, match=refusal):
             await learning.shifts.begin("step 1")
         assert not target.engine.is_asleep and target.engine.history == []
@@ -199,8 +199,8 @@ async def starting_engine(config: Config, redis_url: str) -> AsyncIterator[Servi
     await service.redis.aclose()
 
 
-def records_of(service: Service) -> CardEngines:
-    return CardEngines(service.redis, service.keys)
+def records_of(service: Service) -> GpuEngines:
+    return GpuEngines(service.redis, service.keys)
 
 
 async def test_one_that_starts_its_engine_is_waited_for_until_it_has_ended(
@@ -222,7 +222,7 @@ async def test_a_wipe_of_redis_forgets_no_engine_that_starts(redis: Redis, redis
     """While a learner that starts again waits to load the model."""
     config = shared_config(tmp_path)
     async with learner(config, redis_url) as learning:
-        shift = CardShift(redis, learning.service.keys)
+        shift = GpuShift(redis, learning.service.keys)
         assert await shift.write(new_shift(1, "generation")) == "first"
         async with starting_engine(config, redis_url):
             taking = asyncio.create_task(learning.shifts.begin("loading the model"))
@@ -245,7 +245,7 @@ async def test_a_silent_one_is_waited_for_until_its_process_has_ended(
     async with learner(shared_config(tmp_path), redis_url) as learning:
         with_states(learning)
         records = records_of(learning.service)
-        await records.keep("uid", CardEngine("generation-0", "node-1", is_supervised=True))
+        await records.keep("uid", GpuEngine("generation-0", "node-1", is_supervised=True))
         taking = asyncio.create_task(learning.shifts.begin("step 1"))
         await goes_on(taking)
         silent = "to sleep: generation-0 on node-1 is silent, and may still have its memory"
@@ -263,7 +263,7 @@ async def test_past_the_limit_a_silent_one_ends_the_wait_and_is_forgotten_where_
     async with learner(shared_config(tmp_path, start_timeout_s=0.5), redis_url) as learning:
         with_states(learning)
         records = records_of(learning.service)
-        await records.keep("uid", CardEngine("generation-0", "node-1", is_supervised=is_supervised))
+        await records.keep("uid", GpuEngine("generation-0", "node-1", is_supervised=is_supervised))
         if is_supervised:
             with pytest.raises(TimeoutError, match="generation-0 on node-1 is silent"):
                 await learning.shifts.begin("step 1")
@@ -272,7 +272,7 @@ async def test_past_the_limit_a_silent_one_ends_the_wait_and_is_forgotten_where_
         assert bool(await records.read()) == is_supervised
 
 
-async def test_a_stop_ends_the_wait_and_leaves_the_cards_to_the_generators(
+async def test_a_stop_ends_the_wait_and_leaves_the_gpus_to_the_generators(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shifts, "_STOPPED_S", 0.5)
@@ -291,7 +291,7 @@ async def test_a_stop_ends_the_wait_and_leaves_the_cards_to_the_generators(
         learning.service.stopping.set()
         with pytest.raises(ShiftStoppedError, match="generation-1 "):
             await asyncio.wait_for(taking, 15)
-        assert not learning.shifts.has_cards
+        assert not learning.shifts.has_gpus
         bad.engine.may_sleep.set()
         await learning.until(lambda: serve([good], policy(1)) and not good.engine.is_asleep)
 
@@ -325,10 +325,10 @@ async def test_a_generator_that_restarts_in_the_learners_shift_waits_for_its_own
         await service.redis.aclose()
 
 
-async def test_without_a_learner_the_wait_for_the_cards_ends(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+async def test_without_a_learner_the_wait_for_the_gpus_ends(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     service = service_of("generation-0", shared_config(tmp_path, start_timeout_s=0.5), redis_url)
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"no learner has handed over the cards \(placement: shared\)"):
+    with pytest.raises(TimeoutError, match=r"no learner has handed over the GPUs \(placement: shared\)"):
         async with gpus_of(service):
             raise AssertionError
     assert 0.5 <= time.monotonic() - began < 10
@@ -347,8 +347,8 @@ async def test_a_learner_that_dies_in_its_shift_leaves_them_asleep_and_its_succe
         async with learner(config, redis_url, epoch=2) as learning:
             with_states(learning, target)
             await learning.shifts.begin("loading the model")
-            assert target.engine.history == ["sleep", "states on the cards", "states on the cards"]
-            # The one before was only silent, and comes back: it gets the cards no more.
+            assert target.engine.history == ["sleep", "states on the GPUs", "states on the GPUs"]
+            # The one before was only silent, and comes back: it gets the GPUs no more.
             with pytest.raises(InputError, match="another learner has taken over the run 'test' and its cards"):
                 await dying.shifts.end()
             learning.publisher.publish(policy(0))
@@ -361,10 +361,10 @@ async def test_the_shift_outlives_a_wipe_of_redis(redis: Redis, redis_url: str, 
     async with learner(shared_config(tmp_path), redis_url) as learning:
         keeping = asyncio.create_task(learning.shifts.keep())
         await learning.shifts.begin("step 2")
-        before = await CardShift(redis, learning.service.keys).read()
+        before = await GpuShift(redis, learning.service.keys).read()
         await redis.flushall()
         async with asyncio.timeout(10):
-            while (after := await CardShift(redis, learning.service.keys).read()) is None:
+            while (after := await GpuShift(redis, learning.service.keys).read()) is None:
                 await asyncio.sleep(0.05)
         assert after == before and after.purpose == "step 2"
         keeping.cancel()
@@ -374,9 +374,9 @@ async def test_an_earlier_shift_that_is_written_again_never_replaces_the_one_tha
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its write is late: the connection is slow, say."""
-    write = CardShift.write
+    write = GpuShift.write
 
-    async def write_slowly(self: CardShift, shift: Shift) -> Written:
+    async def write_slowly(self: GpuShift, shift: Shift) -> Written:
         await asyncio.sleep(0.3 if shift.side == "generation" else 0.0)
         return await write(self, shift)
 
@@ -384,19 +384,19 @@ async def test_an_earlier_shift_that_is_written_again_never_replaces_the_one_tha
         with_states(learning)
         await learning.shifts.begin("loading the model")
         await learning.shifts.end()
-        monkeypatch.setattr(CardShift, "write", write_slowly)
+        monkeypatch.setattr(GpuShift, "write", write_slowly)
         keeping = asyncio.create_task(learning.shifts.keep())
         await asyncio.sleep(0.1)
         await learning.shifts.begin("step 1")
         await asyncio.sleep(0.4)
-        present = await CardShift(redis, learning.service.keys).read()
+        present = await GpuShift(redis, learning.service.keys).read()
         assert present is not None and present.purpose == "step 1"
         keeping.cancel()
 
 
 async def test_a_learner_of_an_earlier_epoch_writes_no_shift(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     service = service_of("learner-0", shared_config(tmp_path), redis_url)
-    shift = CardShift(service.redis, service.keys)
+    shift = GpuShift(service.redis, service.keys)
     newer = new_shift(2, "generation")
     assert await shift.write(newer) == "first"
     assert await shift.write(new_shift(1, "learning", "step 1")) == "refused"
@@ -404,7 +404,7 @@ async def test_a_learner_of_an_earlier_epoch_writes_no_shift(redis: Redis, redis
     await service.redis.aclose()
 
 
-async def test_with_cards_of_its_own_a_learner_has_no_shifts(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+async def test_with_gpus_of_its_own_a_learner_has_no_shifts(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, make_run)
     async with generator(config, redis_url) as target, learner(config, redis_url) as learning:
         assert await learning.shifts.begin("step 1") == await learning.shifts.end() == 0.0

@@ -140,7 +140,7 @@ def test_every_second_of_a_step_has_its_cause(run: WholeRun, watched: RunObserva
     assert max(paused) > 1, "while the run was paused, the next groups were not issued"
 
 
-def test_the_use_of_the_cards_is_measured_in_every_step(run: WholeRun, watched: RunObservations) -> None:
+def test_the_use_of_the_gpus_is_measured_in_every_step(run: WholeRun, watched: RunObservations) -> None:
     """On a CPU beside a matrix product: training is slower than it, and the loop slower than training."""
     steps = [line["figures"] for line in run.lines("metrics.jsonl")]
     for figures in steps:

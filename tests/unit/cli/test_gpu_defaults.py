@@ -49,7 +49,7 @@ def split_of(config: Config) -> tuple[int, int]:
     return config.generation.replicas, config.learner.ranks
 
 
-def test_every_card_has_work_and_ranks_have_equal_parts(
+def test_every_gpu_has_work_and_ranks_have_equal_parts(
     tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (2, 4, 8):
@@ -143,7 +143,7 @@ def test_a_given_number_stays_and_the_rest_follows(
     assert split_of(user(raw_config, tmp_path, **sections).for_device()) == expected
 
 
-def test_a_single_card_is_shared_so_that_both_fit(
+def test_a_single_gpu_is_shared_so_that_both_fit(
     tmp_path: Path, raw_config: dict[str, Any], model: PlannedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 1, gib=24)
@@ -203,7 +203,7 @@ def test_dense_models_in_bfloat16_are_compiled_where_a_compiler_is(
     assert not compiles()
 
 
-def test_a_model_that_needs_several_cards_gets_them(
+def test_a_model_that_needs_several_gpus_gets_them(
     tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 4, gib=3)
@@ -213,7 +213,7 @@ def test_a_model_that_needs_several_cards_gets_them(
     assert split_of(config)[0] == 1
 
 
-def test_slices_of_a_card_are_left_to_their_user(
+def test_slices_of_a_gpu_are_left_to_their_user(
     tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 1, slices={0: ["3g.40gb", "3g.40gb", "1g.10gb"]})

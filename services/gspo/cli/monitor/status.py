@@ -139,14 +139,14 @@ def describe_end(run_dir: Path, step: int) -> str:
 
 
 def instance_lines(instances: Sequence[Instance]) -> list[str]:
-    """Further facts of the heartbeats: shared cards, drafts, and the curriculum."""
+    """Further facts of the heartbeats: shared GPUs, drafts, and the curriculum."""
     return [*_shift_lines(instances), *_draft_lines(instances), *curriculum_lines(instances)]
 
 
 def _shift_lines(instances: Iterable[Instance]) -> list[str]:
-    """The present user of shared cards, and since when; nothing where no cards are shared."""
+    """The present user of shared GPUs, and since when; nothing where no GPUs are shared."""
     shifts = [shift for instance in instances if (shift := instance.facts.get("shift"))]
-    return [f"{_card_users(shift)}, for {time.time() - shift['since_unix_s']:.0f} s" for shift in shifts]
+    return [f"{_gpu_users(shift)}, for {time.time() - shift['since_unix_s']:.0f} s" for shift in shifts]
 
 
 def _draft_lines(instances: Iterable[Instance]) -> list[str]:
@@ -168,7 +168,7 @@ def curriculum_lines(instances: Iterable[Instance]) -> list[str]:
     ]
 
 
-def _card_users(shift: Mapping[str, Any]) -> str:
+def _gpu_users(shift: Mapping[str, Any]) -> str:
     if shift["side"] == "learning":
-        return f"the learner has the cards ({shift['purpose']})"
-    return "the generators have the cards"
+        return f"the learner has the GPUs ({shift['purpose']})"
+    return "the generators have the GPUs"

@@ -49,7 +49,7 @@ class Watcher:
     async def forget_last_session(self) -> None:
         """Skip the events of an earlier session, whose end would end this one, and forget its processes."""
         self._position = await self._events.newest()
-        await self._redis.delete(self._keys.instances, self._keys.card_engines)
+        await self._redis.delete(self._keys.instances, self._keys.gpu_engines)
 
     async def follow(self) -> None:
         """Apply events to the view until the run has finished."""

@@ -29,7 +29,7 @@ from gspo.cli.processes.supervisor import ProcessSupervisor, Program
 from gspo.cli.rundir.open_run import api_client, api_url
 from gspo.cli.rundir.start import SERVICES_DIR, write_supervisor_facts
 from gspo.common.config.schema import Config
-from gspo.common.streams.card_engines import CardEngines
+from gspo.common.streams.gpu_engines import GpuEngines
 from gspo.common.streams.keys import COORDINATOR, LEARNER, Keys
 from gspo.common.streams.redis_client import REDIS_PATIENCE_S
 from gspo.common.tasks import run_until_cancelled, task_group
@@ -118,7 +118,7 @@ def _reporting_ends(programs: list[Program], config: Config, redis: Redis) -> li
     """The programs; the ends of generators on shared GPUs are noted, because the learner waits for them."""
     if config.placement != "shared":
         return programs
-    engines = CardEngines(redis, Keys(config.name))
+    engines = GpuEngines(redis, Keys(config.name))
     return [replace(program, ended=partial(engines.forget_process, program.name)) for program in programs]
 
 

@@ -369,20 +369,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _shared_cards_have_shifts(self) -> Config:
+    def _shared_gpus_have_shifts(self) -> Config:
         if self.placement != "shared":
             return self
         if self.staleness.max_lag:
             raise self.wrong(
                 "staleness.max_lag",
                 "lets generators work while the learner trains, and with placement: shared only one of them has the "
-                "cards",
+                "GPUs",
                 "Set staleness.max_lag: 0, or placement: split",
             )
         if not self.learner.ranks:
             raise self.wrong(
                 "learner.ranks",
-                "leaves the start of the ranks to you, and with placement: shared they get the cards of the generators",
+                "leaves the start of the ranks to you, and with placement: shared they get the GPUs of the generators",
                 "Set the number of ranks, or placement: split",
             )
         if self.generation.on_update == "keep":

@@ -34,8 +34,8 @@ class Keys:
         rollout_tokens: Hash `group-number` -> tokens of a rollout by its generator, until they are in a column.
         redis_epoch: A random value: absent or changed means that Redis was wiped.
         instances: Set of `service:uid` of every process that has registered.
-        shift: Hash of the shift on shared GPUs: whether the generators or the learner have them (card_shift.py).
-        card_engines: Hash of a generator's uid -> the record of its engine on shared GPUs (card_engines.py).
+        shift: Hash of the shift on shared GPUs: whether the generators or the learner have them (gpu_shift.py).
+        gpu_engines: Hash of a generator's uid -> the record of its engine on shared GPUs (gpu_engines.py).
         agent_open: List of the names of rollouts that wait for an agent (gateway/sessions/session_store.py).
         paused: Present while the issue of new groups is paused: PAUSED_BY_USER, or why.
     """
@@ -49,7 +49,7 @@ class Keys:
         self.dead, self.events = self.key("dead"), self.key("events")
         self.partial, self.open = self.key("partial"), self.key("open")
         self.tokens, self.rollout_tokens = self.key("tokens"), self.key("rollout_tokens")
-        self.shift, self.card_engines = self.key("shift"), self.key("card_engines")
+        self.shift, self.gpu_engines = self.key("shift"), self.key("gpu_engines")
         self.agent_open = self.key("agent_open")
         self.redis_epoch, self.instances, self.paused = (
             self.key("redis_epoch"),

@@ -41,7 +41,7 @@ class CopyMemory:
     def holds_checkpoint(self) -> bool:
         """Whether the copies for a checkpoint fit beside these; logs a warning if not.
 
-        On shared cards a checkpoint is written within the learner's shift: afterwards the states take that memory.
+        On shared GPUs a checkpoint is written within the learner's shift: afterwards the states take that memory.
         """
         if self._is_shared:
             return False

@@ -2,7 +2,7 @@
 
 A generator that is behind gets changes if it holds one of the versions before, and every element otherwise. A push
 that fails or is late concerns that generator alone; after three failures it is out until it has caught up. On shared
-cards nothing is pushed in the learner's shift, and a generator that sleeps gets a push also of the version that it has.
+GPUs nothing is pushed in the learner's shift, and a generator that sleeps gets a push also of the version that it has.
 consumes: published versions, heartbeats. produces: PushWeights calls, which generation/servicer.py answers, and a
 call-back when a version is live.
 waits for: a new version, a generator that is behind.
@@ -60,7 +60,7 @@ class Publisher:
     Args:
         epoch: Of this learner; generators refuse a lower one than they have seen.
         on_live: Awaited for the first generator that serves a version.
-        shifts: On shared cards, this learner's.
+        shifts: On shared GPUs, this learner's.
         record: Writes the pushes of a version once the next one is published; None leaves them out.
     """
 
@@ -116,12 +116,12 @@ class Publisher:
         return [replica.describe(waiting=uid in self._queue.waiting) for uid, replica in self._replicas.items()]
 
     @property
-    def generator_cards(self) -> dict[str, str]:
-        """The cards of all registered generators -> their kinds; none on CPUs."""
-        cards: dict[str, str] = {}
+    def generator_gpus(self) -> dict[str, str]:
+        """The GPUs of all registered generators -> their kinds; none on CPUs."""
+        gpus: dict[str, str] = {}
         for replica in self._replicas.values():
-            cards |= replica.instance.facts.get("cards", {})
-        return cards
+            gpus |= replica.instance.facts.get("cards", {})
+        return gpus
 
     def problem(self) -> str:
         """Why no generator samples under weights that this learner pushed; empty while one may."""
@@ -195,7 +195,7 @@ class Publisher:
             pushing, replica.pushing = replica.pushing, None
             pushing.result()
         update = self._update_for(replica)
-        if update is None or self._shifts.has_cards:
+        if update is None or self._shifts.has_gpus:
             return
         if self._has(replica, update.target):
             await self._note_served(replica, update.target, PushResult(), num_bytes=0)
@@ -211,7 +211,7 @@ class Publisher:
 
     def _note_awake(self, replica: GeneratorReplica) -> None:
         """A generator has woken; in the learner's shift this is old news, for it was put to sleep after that."""
-        if not self._shifts.has_cards:
+        if not self._shifts.has_gpus:
             self._shifts.asleep.discard(replica.instance.uid)
 
     def _update_for(self, replica: GeneratorReplica) -> WeightUpdate | ChainedChanges | None:
@@ -230,7 +230,7 @@ class Publisher:
         kind: UpdateKind = update.kind if update else "full"
         async with self._queue.send_slot(kind, replica.instance.uid) as release_slot:
             update = self._update_for(replica)
-            if update is None or update.kind != kind or self._has(replica, update.target) or self._shifts.has_cards:
+            if update is None or update.kind != kind or self._has(replica, update.target) or self._shifts.has_gpus:
                 return  # While it waited, another push became due, or none: the next look begins it.
             target, base_digest = update.target, update.base_digest
             began_s, num_bytes = time.monotonic(), target.num_bytes

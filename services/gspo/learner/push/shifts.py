@@ -1,6 +1,6 @@
-"""The learner's shifts on cards that it shares with the generators (`placement: shared`); nothing where it has its own.
+"""The learner's shifts on GPUs that it shares with the generators (`placement: shared`); nothing where it has its own.
 
-A shift begins when every generator sleeps, and brings the states of training to the cards. It ends when they are in
+A shift begins when every generator sleeps, and brings the states of training to the GPUs. It ends when they are in
 host memory again; the next push then wakes each generator.
 produces: the shift in Redis, Sleep calls, which generation/servicer.py answers.
 waits for: generators that go to sleep, start an engine or are silent, up to run.start_timeout_s.
@@ -21,8 +21,8 @@ import structlog
 from gspo.common.errors import InputError
 from gspo.common.network.grpc_server import open_channel, token_metadata
 from gspo.common.service.app import Service
-from gspo.common.streams.card_engines import CardEngine, CardEngines
-from gspo.common.streams.card_shift import CardShift, Shift, new_shift
+from gspo.common.streams.gpu_engines import GpuEngine, GpuEngines
+from gspo.common.streams.gpu_shift import GpuShift, Shift, new_shift
 from gspo.common.streams.instances import Instance, list_instances
 from gspo.common.streams.keys import GENERATION, HEARTBEAT_S, INSTANCE_TTL_S
 from gspo.learner.training.trainer_api import TrainerApi
@@ -38,14 +38,14 @@ _STOPPED_S = 10.0
 
 
 class ShiftStoppedError(Exception):
-    """The run was asked to stop, and some generators keep the cards."""
+    """The run was asked to stop, and some generators keep the GPUs."""
 
 
 class LearnerShifts:
     """The shifts of one learner. One task begins and ends them.
 
     Attributes:
-        trainer: Has the states that move; None until it is started, on the cards.
+        trainer: Has the states that move; None until it is started, on the GPUs.
         asleep: The uids of generators that sleep; the publisher removes those that it wakes.
         is_stopped: Whether the run was asked to stop, or this process.
 
@@ -60,8 +60,8 @@ class LearnerShifts:
         self.trainer: TrainerApi | None = None
         self.asleep: set[str] = set()
         self.is_stopped: Callable[[], bool] = service.stopping.is_set
-        self._card_shift = CardShift(service.redis, service.keys)
-        self._engines = CardEngines(service.redis, service.keys)
+        self._gpu_shift = GpuShift(service.redis, service.keys)
+        self._engines = GpuEngines(service.redis, service.keys)
         self._present: Shift | None = None
         # Whether Redis has had a shift of this run, and when it was last found to have none.
         self._was_written, self._wiped_s = service.options.resume, float("-inf")
@@ -69,26 +69,26 @@ class LearnerShifts:
         self._writing = asyncio.Lock()
 
     @property
-    def has_cards(self) -> bool:
+    def has_gpus(self) -> bool:
         """Whether a shift of the learner has begun, so that no generator may wake."""
         return self._present is not None and self._present.side == "learning"
 
     def describe(self) -> dict[str, Any]:
-        """Whose shift it is, for the heartbeat; empty without shared cards."""
+        """Whose shift it is, for the heartbeat; empty without shared GPUs."""
         return asdict(self._present) if self._present else {}
 
     async def begin(self, purpose: str) -> float:
-        """Take the cards, unless the learner has them or has its own; returns the seconds that it took.
+        """Take the GPUs, unless the learner has them or has its own; returns the seconds that it took.
 
         Args:
             purpose: Shown to everyone who waits, such as "step 5".
 
         Raises:
             TimeoutError: Some generators did not go to sleep; names them.
-            ShiftStoppedError: They did not, and the run was asked to stop; the generators have the cards.
+            ShiftStoppedError: They did not, and the run was asked to stop; the generators have the GPUs.
             InputError: Another learner has taken over the run.
         """
-        if not self.are_needed or self.has_cards:
+        if not self.are_needed or self.has_gpus:
             return 0.0
         began = time.monotonic()
         # From here on no push begins, and no generator begins to start its engine.
@@ -101,15 +101,15 @@ class LearnerShifts:
             await self._give_to_generators()
             raise
         if self.trainer is not None:
-            with self._service.activity.doing("moving states", "to the cards"):
+            with self._service.activity.doing("moving states", "to the GPUs"):
                 await self._call(self.trainer.move_to_device)
         seconds = time.monotonic() - began
         log.info("cards_taken", purpose=purpose, num_asleep=len(self.asleep), seconds=round(seconds, 3))
         return seconds
 
     async def end(self) -> float:
-        """Hand the cards back, if the learner has them and others need them; returns the seconds that it took."""
-        if not self.has_cards or self.trainer is None:
+        """Hand the GPUs back, if the learner has them and others need them; returns the seconds that it took."""
+        if not self.has_gpus or self.trainer is None:
             return 0.0
         began = time.monotonic()
         with self._service.activity.doing("moving states", "to host memory"):
@@ -137,14 +137,14 @@ class LearnerShifts:
                 await self._write(self._present)
 
     async def _write(self, shift: Shift) -> None:
-        written = await self._card_shift.write(shift)
+        written = await self._gpu_shift.write(shift)
         if written == "first" and self._was_written:
             self._wiped_s = time.monotonic()
         self._was_written = True
         if written == "refused":
             raise InputError(
                 "name",
-                f"another learner has taken over the run {self._service.config.name!r} and its cards",
+                f"another learner has taken over the run {self._service.config.name!r} and its GPUs",
                 "Give each run a name of its own, or leave the run to the other learner",
             )
 
@@ -157,7 +157,7 @@ class LearnerShifts:
             detail, now_s = "; ".join(missing), time.monotonic()
             if is_late:
                 raise TimeoutError(
-                    f"these generators share the learner's cards and do not sleep after {limit_s:g} s "
+                    f"these generators share the learner's GPUs and do not sleep after {limit_s:g} s "
                     f"(run.start_timeout_s): {detail}"
                 )
             if self.is_stopped():
@@ -170,7 +170,7 @@ class LearnerShifts:
             await asyncio.sleep(_POLL_S)
 
     async def _missing(self, *, is_late: bool) -> list[str]:
-        """Ask the generators that are not known to sleep; those that may use the cards, each with a reason.
+        """Ask the generators that are not known to sleep; those that may use the GPUs, each with a reason.
 
         Args:
             is_late: Whether to give up silent generators that no supervisor watches.
@@ -195,7 +195,7 @@ class LearnerShifts:
             )
         return [*filter(None, problems), *in_start, *unseen]
 
-    async def _give_up(self, silent: dict[str, CardEngine]) -> None:
+    async def _give_up(self, silent: dict[str, GpuEngine]) -> None:
         """Forget engines that no supervisor watches: an ended process looks like one that stands still."""
         for uid in [uid for uid, engine in silent.items() if not engine.is_supervised]:
             engine = silent.pop(uid)

@@ -39,7 +39,7 @@ def check_gpu_memory(
         if needed > free:
             less = nearest_stage(config, size, ranks, free - gpu.used_bytes) or _LESS
             raise _does_not_fit(config, needed, gpu.name, total, sharing, less)
-        # On shared cards these are the run's own generators, which sleep while the learner has the cards.
+        # On shared GPUs these are the run's own generators, which sleep while the learner has the GPUs.
         if config.placement == "split" and needed > free - gpu.used_bytes:
             raise _is_filled(needed, gpu, total)
 

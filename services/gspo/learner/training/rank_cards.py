@@ -1,4 +1,4 @@
-"""The cards of the learner's ranks and their peak flop/s, the denominator of MFU.
+"""The GPUs of the learner's ranks and their peak flop/s, the denominator of MFU.
 
 A GPU has the peak of its data sheet, for bfloat16 with any `learner.dtype`. A CPU has the speed of a matrix product in
 the learner's dtype, measured once at the start; the other services on its cores slow down both.
@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from gspo.common.host.machine import visible_gpus
-from gspo.common.telemetry.card_use import peak_flops
+from gspo.common.telemetry.gpu_use import peak_flops
 from gspo.learner.ranks.process_group import gather_bytes
 
 # Two matrices of this width fit a core's cache in every dtype.
@@ -24,7 +24,7 @@ _WIDTH, _MEASURED_S = 512, 0.3
 def gather_cards(
     device: torch.device, dtype: torch.dtype, num_threads: int, local_rank: int
 ) -> dict[str, float | None]:
-    """The card of every rank -> its peak in flop/s, or None if unknown. All ranks call it at once."""
+    """The GPU of every rank -> its peak in flop/s, or None if unknown. All ranks call it at once."""
     own: tuple[str, float | None]
     if device.type == "cpu":
         distributed.barrier()  # ranks of one machine share its cores, so they measure at the same time
@@ -50,7 +50,7 @@ def measured_flops_per_s(dtype: torch.dtype, num_threads: int) -> float:
 
 def _gpu(device: torch.device, local_rank: int) -> tuple[str, float | None]:
     gpus = visible_gpus()
-    # nvidia-smi and the generators' heartbeats know a card by its UUID; without nvidia-smi it still counts as one.
+    # nvidia-smi and the generators' heartbeats know a GPU by its UUID; without nvidia-smi it still counts as one.
     name = f"GPU of rank {distributed.get_rank()}"
     if local_rank < len(gpus):
         name = gpus[local_rank].uuid or gpus[local_rank].name

@@ -317,9 +317,9 @@ PLOTS = (
     ),
     Plot(
         "mfu",
-        "How well are the cards used?",
-        "MFU: the operations that the model needs, as a share of the cards' peak. The learner's is over the time of "
-        "training and its own cards; the loop's is over the whole step and the cards of learner and generators.",
+        "How well are the GPUs used?",
+        "MFU: the operations that the model needs, as a share of the GPUs' peak. The learner's is over the time of "
+        "training and its own GPUs; the loop's is over the whole step and the GPUs of learner and generators.",
         Panel(
             "share of peak",
             StepFigure("learner_mfu", "learner", BLUE),

@@ -10,9 +10,9 @@ from typing import Any
 
 from gspo.common.streams.entries import FAILED, STOPPED
 from gspo.common.telemetry.advice import all_findings, verdict
-from gspo.common.telemetry.card_use import mean_card_use
 from gspo.common.telemetry.clip_causes import clip_causes
 from gspo.common.telemetry.findings import Finding, RecentSteps
+from gspo.common.telemetry.gpu_use import mean_gpu_use
 from gspo.runlog.left_out import left_out_line
 from gspo.runlog.memory_shortages import shortage_line
 from gspo.runlog.run_history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
@@ -75,7 +75,7 @@ def summarise(
         "token_ledger": history.ledger
         and {**history.ledger.tokens, "evaluation": history.ledger.evaluation, "difference": history.ledger.difference},
         "tokens_per_s": tokens / time_s if time_s else None,
-        "card_use": mean_card_use(history.figures),
+        "card_use": mean_gpu_use(history.figures),
         "outside_clip": causes and asdict(causes),
         "wall_s": wall_s,
         "bound": bound and {"stage": bound.stage, "because": bound.because, "change": list(bound.change)},

@@ -62,11 +62,11 @@ def test_a_generator_that_is_out_is_named_with_reason_and_time() -> None:
 @pytest.mark.parametrize(
     ("side", "purpose", "expected"),
     [
-        ("learning", "step 5", r"the learner has the cards \(step 5\), for \d+ s"),
-        ("generation", "", r"the generators have the cards, for \d+ s"),
+        ("learning", "step 5", r"the learner has the GPUs \(step 5\), for \d+ s"),
+        ("generation", "", r"the generators have the GPUs, for \d+ s"),
     ],
 )
-def test_the_page_says_who_has_shared_cards(
+def test_the_page_says_who_has_shared_gpus(
     config: Config, tmp_path: Path, side: str, purpose: str, expected: str
 ) -> None:
     shift = {"epoch": 1, "side": side, "purpose": purpose, "since_unix_s": time.time() - 90}
@@ -76,7 +76,7 @@ def test_the_page_says_who_has_shared_cards(
     console = Console(file=io.StringIO(), width=200)
     for present in (shift, {}):
         console.print(StatusPage(tmp_path, running).draw([replace(learner(), facts={"shift": present})]))
-    (line,) = [line for line in printed(console).splitlines() if "the cards" in line]
+    (line,) = [line for line in printed(console).splitlines() if "the GPUs" in line]
     assert re.fullmatch(expected, line)
 
 

@@ -16,8 +16,8 @@ from gspo.cli.monitor.screens import PlainScreen, draw, sparkline
 from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, load_history, step_line
 from gspo.common.config.schema import Config
 from gspo.common.streams.instances import Instance
-from gspo.common.telemetry.card_use import card_use_line
 from gspo.common.telemetry.clip_causes import mismatch_line
+from gspo.common.telemetry.gpu_use import gpu_use_line
 from gspo.common.telemetry.step_time import duration
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
@@ -213,13 +213,13 @@ def test_sparkline_and_durations() -> None:
     assert [duration(s) for s in (4.4, 65, 7800)] == ["4 s", "1 min 5 s", "2 h 10 min"]
 
 
-def test_the_use_of_the_cards_is_one_line_also_where_their_peak_is_unknown() -> None:
+def test_the_use_of_the_gpus_is_one_line_also_where_their_peak_is_unknown() -> None:
     figures = {"step_s": 4.0, "train_s": 1.0, "cards": 8.0}
     figures |= {"tokens_per_s_per_card": 1250.0, "learner_flops_per_s": 2e14}
-    assert card_use_line([]) == ""
-    assert card_use_line([figures]) == "learner 200 Tflop/s; trained tokens/s a GPU: 1,250 (GPUs: 8)"
+    assert gpu_use_line([]) == ""
+    assert gpu_use_line([figures]) == "learner 200 Tflop/s; trained tokens/s a GPU: 1,250 (GPUs: 8)"
     known = figures | {"learner_mfu": 0.4, "mfu": 0.125}
-    assert card_use_line([known]) == "MFU: learner 40.0%, whole loop 12.5%; trained tokens/s a GPU: 1,250 (GPUs: 8)"
+    assert gpu_use_line([known]) == "MFU: learner 40.0%, whole loop 12.5%; trained tokens/s a GPU: 1,250 (GPUs: 8)"
 
 
 def test_the_last_measurement_of_the_mismatch_has_its_age(config: Config) -> None:

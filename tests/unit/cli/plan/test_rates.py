@@ -25,7 +25,7 @@ H100 = GPU_KINDS["NVIDIA H100 80GB HBM3"]
         ("a6000", None, "NVIDIA RTX A6000"),
     ],
 )
-def test_a_card_is_found_by_its_name_or_its_memory(name: str | None, memory_gb: float | None, expected: str) -> None:
+def test_a_gpu_is_found_by_its_name_or_its_memory(name: str | None, memory_gb: float | None, expected: str) -> None:
     assert find_kind(name, memory_gb).name == expected
 
 
@@ -38,7 +38,7 @@ def test_a_card_is_found_by_its_name_or_its_memory(name: str | None, memory_gb: 
         ("NVIDIA H300", 80, "--card: 'NVIDIA H300' is no known GPU. Give one of .*NVIDIA H100"),
     ],
 )
-def test_an_unknown_card_is_refused_with_those_near_it(name: str | None, memory_gb: float | None, message: str) -> None:
+def test_an_unknown_gpu_is_refused_with_those_near_it(name: str | None, memory_gb: float | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
         find_kind(name, memory_gb)
 
@@ -48,7 +48,7 @@ def record(**changes: Any) -> dict[str, Any]:
     return {"part": "engine", "passed": True, "card": H100.name, "date": "2027-01-02", "rates": rates} | changes
 
 
-def test_rates_measured_on_the_card_replace_the_assumed_ones(tmp_path: Path) -> None:
+def test_rates_measured_on_the_gpu_replace_the_assumed_ones(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     file.write_text(json.dumps([record(), {"part": "push", "passed": True, "card": H100.name, "date": "2027-01-02"}]))
     rates = rates_of(H100, file)

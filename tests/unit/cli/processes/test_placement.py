@@ -71,7 +71,7 @@ def test_who_gets_which(tmp_path: Path, number: int, demand: dict[str, int], exp
          {"generation-0": "0,1", "generation-1": "2,3", "learner-0": "0,1,2,3"}, "1,1,1,1"),
     ],
 )  # fmt: skip
-def test_shared_cards_are_the_same_for_generators_and_ranks_at_vllms_whole_share(
+def test_shared_gpus_are_the_same_for_generators_and_ranks_at_vllms_whole_share(
     tmp_path: Path, number: int, demand: dict[str, int], expected: dict[str, str], sharers: str
 ) -> None:
     split = run_of(tmp_path, **demand)
@@ -158,7 +158,7 @@ def test_memory_that_other_programs_hold_is_not_vllms(tmp_path: Path) -> None:
     placed(run_of(tmp_path, share=0.91), gpus(2, used_gib=7))
 
 
-def test_programs_on_a_card_are_named_with_the_cards_that_are_left(
+def test_programs_on_a_gpu_are_named_with_the_gpus_that_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path / "machine", 4, used_gib=[70, 0, 79])

@@ -50,7 +50,7 @@ def on_cards(config: Config, gib: int, number: int = 2, used_gib: int = 0) -> Pl
     return place(config, process_names(config, SERVICES), cards)
 
 
-def test_on_shared_cards_a_rank_has_the_card_without_vllms_share(tmp_path: Path, model: PlannedModel) -> None:
+def test_on_shared_gpus_a_rank_has_the_gpu_without_vllms_share(tmp_path: Path, model: PlannedModel) -> None:
     """Beside vLLM's share of 0.92 it would have nothing, and the longest rollout would be refused."""
     split = run_of(tmp_path)
     with pytest.raises(InputError, match="a rank has memory to train"):
@@ -64,7 +64,7 @@ def test_on_shared_cards_a_rank_has_the_card_without_vllms_share(tmp_path: Path,
     assert 0.7 * alone.trainable.planned < longest.trainable.planned < alone.trainable.planned
 
 
-def test_the_parts_of_a_card_add_up(tmp_path: Path, model: PlannedModel) -> None:
+def test_the_parts_of_a_gpu_add_up(tmp_path: Path, model: PlannedModel) -> None:
     config = run_of(tmp_path)
     placement = on_cards(config, 16, used_gib=1)
     planned = planned_memory(config, placement, process_names(config, SERVICES), model)
@@ -82,7 +82,7 @@ def test_the_parts_of_a_card_add_up(tmp_path: Path, model: PlannedModel) -> None
     assert table[-1] == "(planned GiB on each GPU)"
 
 
-def test_a_shared_card_is_counted_once(tmp_path: Path, model: PlannedModel) -> None:
+def test_a_shared_gpu_is_counted_once(tmp_path: Path, model: PlannedModel) -> None:
     config = make_run(tmp_path, tmp_path, generation={"engine": {"gpu_memory_utilization": 0.4}}, learner=ON_GPU)
     planned = planned_memory(config, on_cards(config, 16, 1), process_names(config, SERVICES), model)
     (spare,) = {memory.spare for memory in planned.values()}
@@ -90,7 +90,7 @@ def test_a_shared_card_is_counted_once(tmp_path: Path, model: PlannedModel) -> N
     assert spare == pytest.approx(16 * GIB * 0.6 - peak - reserved_bytes(16 * GIB))
 
 
-def test_the_table_of_shared_cards_says_that_they_are_used_in_shifts(tmp_path: Path, model: PlannedModel) -> None:
+def test_the_table_of_shared_gpus_says_that_they_are_used_in_shifts(tmp_path: Path, model: PlannedModel) -> None:
     config = run_of(tmp_path).model_copy(update={"placement": "shared"})
     table = memory_table(config, on_cards(config, 16, 1), process_names(config, SERVICES), model).splitlines()
     assert table[1].split()[:5] == ["generation-0", "0", "learner-0", "in", "shifts"]
@@ -115,7 +115,7 @@ def test_without_gpus_the_table_is_of_host_memory(
     assert unknown.split()[-2] == "?"
 
 
-def test_the_micro_batch_fills_the_card_and_no_more(tmp_path: Path, model: PlannedModel) -> None:
+def test_the_micro_batch_fills_the_gpu_and_no_more(tmp_path: Path, model: PlannedModel) -> None:
     assert model.profile
     config = run_of(tmp_path, longest=4096)
 
@@ -132,9 +132,7 @@ def test_the_micro_batch_fills_the_card_and_no_more(tmp_path: Path, model: Plann
     assert fitting_micro_batch(config, model.profile, model.size, 1, 0.1 * GIB) == 4096
 
 
-def test_a_rollout_that_no_card_holds_is_refused_with_the_nearest_that_fits(
-    tmp_path: Path, model: PlannedModel
-) -> None:
+def test_a_rollout_that_no_gpu_holds_is_refused_with_the_nearest_that_fits(tmp_path: Path, model: PlannedModel) -> None:
     fitting = run_of(tmp_path, share=0.36)
     longest = longest_rollout(fitting, on_cards(fitting, 8), model)
     assert longest.servable and longest.trainable
@@ -186,7 +184,7 @@ def test_a_rank_without_enough_memory_gets_the_nearest_key(tmp_path: Path, model
     assert check_longest(changed, on_cards(changed, 8, 3), model) == []
 
 
-def test_the_default_micro_batch_is_filled_to_the_card_that_the_learner_gets(
+def test_the_default_micro_batch_is_filled_to_the_gpu_that_the_learner_gets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tiny_model(tmp_path / "model")

@@ -92,7 +92,7 @@ def shared_run(folder: Path, **demand: int) -> Config:
     return run_of(folder, **demand).model_copy(update={"placement": "shared"})
 
 
-def test_under_shared_placement_generators_have_the_cards_of_the_ranks_on_each_node(tmp_path: Path) -> None:
+def test_under_shared_placement_generators_have_the_gpus_of_the_ranks_on_each_node(tmp_path: Path) -> None:
     layout = lay_out(shared_run(tmp_path, ranks=16, replicas=3, tensor=4), allocation(8, 8, 8))
     every = "0,1,2,3,4,5,6,7"
     assert {process: gpus_of(layout, process) for process in layout.nodes} == {
@@ -108,7 +108,7 @@ def test_under_shared_placement_generators_have_the_cards_of_the_ranks_on_each_n
     assert variables["n2"][GENERATORS_PER_GPU] == "1,1,1,1,0,0,0,0"
 
 
-def test_a_generator_on_other_cards_than_the_ranks_is_not_shared(tmp_path: Path) -> None:
+def test_a_generator_on_other_gpus_than_the_ranks_is_not_shared(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"do not fit on the GPUs of 4 rank\(s\) \(learner.ranks\)"):
         lay_out(shared_run(tmp_path, ranks=4, replicas=2, tensor=4), allocation(8, 8))
 

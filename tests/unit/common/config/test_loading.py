@@ -425,7 +425,7 @@ def test_a_key_is_explained_with_type_default_and_bounds(
         ({"staleness": {"max_lag": 0}, "generation": {"segment_tokens": 9}}, "generation.segment_tokens", "pauses"),
     ],
 )
-def test_what_contradicts_shared_cards_is_refused(
+def test_what_contradicts_shared_gpus_is_refused(
     minimal: dict[str, Any], sections: dict[str, Any], where: str, rule: str
 ) -> None:
     with pytest.raises(InputError) as refused:
@@ -433,7 +433,7 @@ def test_what_contradicts_shared_cards_is_refused(
     assert refused.value.where == where and refused.value.rule.partition(" ")[2].startswith(rule)
 
 
-def test_shared_cards_without_a_lag_are_accepted(minimal: dict[str, Any]) -> None:
+def test_shared_gpus_without_a_lag_are_accepted(minimal: dict[str, Any]) -> None:
     assert parse_config({**minimal, "placement": "shared", "staleness": {"max_lag": 0}}, Path()).placement == "shared"
     assert parse_config(minimal, Path()).placement == "split"
 

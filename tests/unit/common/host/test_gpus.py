@@ -72,14 +72,14 @@ def test_the_table_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert visible_gpus() == []
 
 
-def test_the_cards_of_an_engine_are_the_first_that_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_of_an_engine_are_the_first_that_it_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path, 4)
     assert engine_gpus({}) == {uuid(0): PRODUCT}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     assert engine_gpus({"tensor_parallel_size": 2}) == {uuid(3): PRODUCT, uuid(1): PRODUCT}
 
 
-def test_slices_stand_in_the_place_of_a_divided_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_stand_in_the_place_of_a_divided_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path, 2, slices={1: ["3g.40gb", "1g.10gb+me"]})
     large, small = slice_uuid(1, 0), slice_uuid(1, 1)
     assert visible_gpus() == [
@@ -99,7 +99,7 @@ def test_slices_stand_in_the_place_of_a_divided_card(tmp_path: Path, monkeypatch
             visible_gpus()
 
 
-def test_programs_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu_machine(monkeypatch, tmp_path, 3, used_gib=[0, 70])
     assert programs_on(uuid(1)) == "process 4001, python: 70.0 GiB"
     assert programs_on(uuid(0)) == ""

@@ -8,7 +8,7 @@ import pytest
 import structlog
 import torch
 
-from gspo.common.telemetry.card_use import peak_flops
+from gspo.common.telemetry.gpu_use import peak_flops
 from gspo.learner.ranks.process_group import join
 from gspo.learner.training.rank_cards import gather_cards, measured_flops_per_s
 from tests.support.gpu_machine import PRODUCT, pretend_gpu_machine, uuid

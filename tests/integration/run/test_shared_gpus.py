@@ -163,13 +163,13 @@ def test_after_every_wake_the_engine_serves_the_newest_policy_to_the_bit(
         assert figures[step]["sigma_token"] < 1e-5, "the engine's log-probs are not the learner's"
 
 
-def test_evaluations_between_steps_have_the_cards_to_themselves(struck: tuple[WholeRun, dict[str, Any]]) -> None:
+def test_evaluations_between_steps_have_the_gpus_to_themselves(struck: tuple[WholeRun, dict[str, Any]]) -> None:
     measured = struck[0].lines("evaluations.jsonl")
     assert [line["version"] for line in measured] == [*range(0, STEPS + 1, MEASURED)]
     assert not [line for line in measured if "newest_version" in line["figures"]]
 
 
-def test_a_generator_that_starts_in_the_learners_shift_leaves_the_cards_alone(
+def test_a_generator_that_starts_in_the_learners_shift_leaves_the_gpus_alone(
     struck: tuple[WholeRun, dict[str, Any]],
 ) -> None:
     instance = struck[1]["while waiting"]
@@ -188,7 +188,7 @@ def test_a_learner_that_starts_again_puts_the_generators_to_sleep_before_it_load
     assert [start["num_asleep"] for start in starts] == [0, 1, 1]
 
 
-def test_every_step_says_how_long_the_cards_took_to_change_hands(struck: tuple[WholeRun, dict[str, Any]]) -> None:
+def test_every_step_says_how_long_the_gpus_took_to_change_hands(struck: tuple[WholeRun, dict[str, Any]]) -> None:
     run, _ = struck
     measured = [line["figures"] for line in run.lines("metrics.jsonl") if "step_s" in line["figures"]]
     assert len(measured) >= STEPS - 2, "only a step that a successor replays has no times"

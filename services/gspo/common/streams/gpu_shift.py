@@ -1,7 +1,7 @@
 """The shift on shared GPUs (`placement: shared`): either the generators have the memory of the GPUs, or the learner.
 
 The learner alone changes it, and a learner of a higher epoch takes it over. It is in Redis, so it outlives every
-process. A generator starts its engine in the generators' shift alone (card_engines.py).
+process. A generator starts its engine in the generators' shift alone (gpu_engines.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Shift:
     since_unix_s: float
 
 
-class CardShift:
+class GpuShift:
     """The shift of one run."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from gspo.common.telemetry.card_use import card_use, mean_card_use
+from gspo.common.telemetry.gpu_use import gpu_use, mean_gpu_use
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 PEAK = 989.5e12
 STEP = {"tokens": 6000.0, "train_s": 2.0, "step_s": 5.0, "train_flops": 4e15, "generation_flops": 1e15}
 
 
-def test_the_learner_has_its_own_time_and_cards_and_the_loop_all() -> None:
-    use = card_use(STEP, {"a": PEAK, "b": PEAK}, {"c": H100, "d": H200})
+def test_the_learner_has_its_own_time_and_gpus_and_the_loop_all() -> None:
+    use = gpu_use(STEP, {"a": PEAK, "b": PEAK}, {"c": H100, "d": H200})
     assert use == {
         "cards": 4,
         "tokens_per_s_per_card": 6000 / 5 / 4,
@@ -23,28 +23,28 @@ def test_the_learner_has_its_own_time_and_cards_and_the_loop_all() -> None:
     }
 
 
-def test_a_card_that_learner_and_generator_share_counts_once() -> None:
-    use = card_use(STEP, {"a": PEAK}, {"a": H100})
+def test_a_gpu_that_learner_and_generator_share_counts_once() -> None:
+    use = gpu_use(STEP, {"a": PEAK}, {"a": H100})
     assert use["cards"] == 1
     assert use["mfu"] == pytest.approx(5e15 / 5 / PEAK)
 
 
-def test_generators_without_a_card_use_the_cores_of_the_learner() -> None:
-    use = card_use(STEP, {"CPU of rank 0": 2e15}, {})
+def test_generators_without_a_gpu_use_the_cores_of_the_learner() -> None:
+    use = gpu_use(STEP, {"CPU of rank 0": 2e15}, {})
     assert (use["cards"], use["learner_mfu"], use["mfu"]) == (1, 1.0, 0.5)
 
 
-def test_an_unknown_card_leaves_the_flops_a_second() -> None:
-    use = card_use(STEP, {"a": None}, {"b": H100})
+def test_an_unknown_gpu_leaves_the_flops_a_second() -> None:
+    use = gpu_use(STEP, {"a": None}, {"b": H100})
     assert use.keys() == {"cards", "tokens_per_s_per_card", "learner_tokens_per_s_per_card", "learner_flops_per_s"}
     # If only a generator's GPU is unknown, the learner's share is known.
-    assert "mfu" not in card_use(STEP, {"a": PEAK}, {"b": "NVIDIA GB999"})
-    assert "learner_mfu" in card_use(STEP, {"a": PEAK}, {"b": "NVIDIA GB999"})
+    assert "mfu" not in gpu_use(STEP, {"a": PEAK}, {"b": "NVIDIA GB999"})
+    assert "learner_mfu" in gpu_use(STEP, {"a": PEAK}, {"b": "NVIDIA GB999"})
 
 
 def test_without_counted_flops_there_are_tokens_alone() -> None:
     figures = {name: STEP[name] for name in ("tokens", "train_s", "step_s")}
-    assert card_use(figures, {"simulated": None}, {}).keys() == {
+    assert gpu_use(figures, {"simulated": None}, {}).keys() == {
         "cards",
         "tokens_per_s_per_card",
         "learner_tokens_per_s_per_card",
@@ -54,5 +54,5 @@ def test_without_counted_flops_there_are_tokens_alone() -> None:
 def test_the_mean_over_steps_is_that_of_their_time() -> None:
     first = {"mfu": 0.1, "step_s": 1.0, "learner_mfu": 0.4, "train_s": 0.5}
     second = {"mfu": 0.4, "step_s": 3.0, "train_s": 1.0}
-    assert mean_card_use([first, second]) == pytest.approx({"mfu": 0.325, "learner_mfu": 0.4})
-    assert mean_card_use([]) == {}
+    assert mean_gpu_use([first, second]) == pytest.approx({"mfu": 0.325, "learner_mfu": 0.4})
+    assert mean_gpu_use([]) == {}

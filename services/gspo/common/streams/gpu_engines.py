@@ -27,7 +27,7 @@ return 1
 
 
 @dataclass(frozen=True)
-class CardEngine:
+class GpuEngine:
     """The engine of one generator.
 
     Attributes:
@@ -41,39 +41,39 @@ class CardEngine:
     is_supervised: bool
 
     @classmethod
-    def of_this_process(cls, name: str) -> CardEngine:
+    def of_this_process(cls, name: str) -> GpuEngine:
         """The engine of the generator `name`, which is this process."""
         return cls(name, socket.gethostname(), SUPERVISOR_VARIABLE in os.environ)
 
 
-class CardEngines:
+class GpuEngines:
     """The records of one run."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis, self._keys = redis, keys
         self._may_start = redis.register_script(_MAY_START)
 
-    async def may_start(self, uid: str, engine: CardEngine) -> bool:
+    async def may_start(self, uid: str, engine: GpuEngine) -> bool:
         """Whether a generator may start its engine now: in the generators' shift, with its record written at once.
 
         So a learner that takes the GPUs misses no start.
         """
-        keys, words = [self._keys.shift, self._keys.card_engines], [uid, json.dumps(asdict(engine))]
+        keys, words = [self._keys.shift, self._keys.gpu_engines], [uid, json.dumps(asdict(engine))]
         return bool(await self._may_start(keys=keys, args=words))
 
-    async def keep(self, uid: str, engine: CardEngine) -> None:
+    async def keep(self, uid: str, engine: GpuEngine) -> None:
         """Write the record of an engine that was started."""
-        await self._redis.hset(self._keys.card_engines, uid, json.dumps(asdict(engine)))
+        await self._redis.hset(self._keys.gpu_engines, uid, json.dumps(asdict(engine)))
 
-    async def read(self) -> dict[str, CardEngine]:
+    async def read(self) -> dict[str, GpuEngine]:
         """The uid of each generator with an engine, and its record."""
-        records: Any = await self._redis.hgetall(self._keys.card_engines)
-        return {uid.decode(): CardEngine(**json.loads(record)) for uid, record in records.items()}
+        records: Any = await self._redis.hgetall(self._keys.gpu_engines)
+        return {uid.decode(): GpuEngine(**json.loads(record)) for uid, record in records.items()}
 
     async def forget(self, *uids: str) -> None:
         """Remove the records of engines that have no memory any more."""
         if uids:
-            await self._redis.hdel(self._keys.card_engines, *uids)
+            await self._redis.hdel(self._keys.gpu_engines, *uids)
 
     async def forget_process(self, name: str) -> None:
         """Remove the records of a generator whose processes have all ended."""

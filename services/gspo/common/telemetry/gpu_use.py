@@ -31,13 +31,13 @@ _MFU = {"learner_mfu": "learner", "mfu": "whole loop"}
 @cache
 def peak_flops(product: str) -> float | None:
     """The dense bfloat16 flop/s of a kind of GPU, as nvidia-smi names it; None for an unknown one, logged once."""
-    if card := GPU_KINDS.get(product):
-        return card.flops
+    if gpu := GPU_KINDS.get(product):
+        return gpu.flops
     log.warning("unknown_card", card=product or "not named", effect="no MFU with it; the flops a second stay")
     return None
 
 
-def card_use(
+def gpu_use(
     figures: Mapping[str, float], learner: Mapping[str, float | None], generators: Mapping[str, str]
 ) -> dict[str, float]:
     """Figures of the GPUs' use in a step; those that need an unknown peak, or flops that were not counted, are absent.
@@ -47,7 +47,7 @@ def card_use(
         learner: GpuKind of each rank -> its peak in flop/s, or None where it is unknown.
         generators: GpuKind of a generator -> its kind. Generators on CPUs have none: they share the learner's cores.
     """
-    peaks = {**{card: peak_flops(product) for card, product in generators.items()}, **learner}
+    peaks = {**{gpu: peak_flops(product) for gpu, product in generators.items()}, **learner}
     train_s, step_s = figures["train_s"], figures["step_s"]
     use = {
         "cards": float(len(peaks)),
@@ -64,7 +64,7 @@ def card_use(
     return use
 
 
-def mean_card_use(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def mean_gpu_use(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Means of these figures over the time of some steps, the learner's over that of training, as far as there are."""
     means = {}
     for name, seconds in _MEANS.items():
@@ -74,16 +74,16 @@ def mean_card_use(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return means
 
 
-def card_use_line(steps: Sequence[Mapping[str, float]]) -> str:
+def gpu_use_line(steps: Sequence[Mapping[str, float]]) -> str:
     """How well some steps used the GPUs, in one line; empty before the first figure of it."""
-    means = mean_card_use(steps)
+    means = mean_gpu_use(steps)
     mfu = [f"{of} {means[name]:.1%}" for name, of in _MFU.items() if name in means]
     parts = [f"MFU: {', '.join(mfu)}"] if mfu else []
     if not mfu and "learner_flops_per_s" in means:
         parts.append(f"learner {means['learner_flops_per_s'] / 1e12:.3g} Tflop/s")
     if "tokens_per_s_per_card" in means:
-        tokens_per_s, num_cards = means["tokens_per_s_per_card"], steps[-1]["cards"]
-        parts.append(f"trained tokens/s a GPU: {tokens_per_s:,.0f} (GPUs: {num_cards:.0f})")
+        tokens_per_s, num_gpus = means["tokens_per_s_per_card"], steps[-1]["cards"]
+        parts.append(f"trained tokens/s a GPU: {tokens_per_s:,.0f} (GPUs: {num_gpus:.0f})")
     return "; ".join(parts)
 
 
