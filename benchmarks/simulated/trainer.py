@@ -56,7 +56,7 @@ class SimulatedTrainer:
         return False
 
     @property
-    def cards(self) -> dict[str, float | None]:
+    def gpus(self) -> dict[str, float | None]:
         """One, which computes nothing."""
         return {"simulated": None}
 

@@ -33,17 +33,17 @@ def gpu_machine(
     """
     folder.mkdir(parents=True, exist_ok=True)
     used_mib = [1024 * gib for gib in used_gib] + [0] * (num_gpus - len(used_gib))
-    rows, programs, cards = [], [], []
+    rows, programs, gpus = [], [], []
     for n in range(num_gpus):
         mode = "Enabled" if n in slices else "Disabled"
         rows.append(f"{n}, {uuid(n)}, {gib * 1024}, {used_mib[n]}, {PRODUCT}, {mode}")
         programs += [f"{uuid(n)}, {4000 + n}, {used_mib[n]}, python"] if used_mib[n] else []
-        cards.append(f"GPU {n}: {PRODUCT} (UUID: {uuid(n)})")
-        cards += [
+        gpus.append(f"GPU {n}: {PRODUCT} (UUID: {uuid(n)})")
+        gpus += [
             f"  MIG {profile:<15} Device {place:>2}: (UUID: {slice_uuid(n, place)})"
             for place, profile in enumerate(slices.get(n, ()))
         ]
-    _write_tool(folder / "nvidia-smi", {"*query-gpu*": rows, "*query-compute-apps*": programs, "-L": cards})
+    _write_tool(folder / "nvidia-smi", {"*query-gpu*": rows, "*query-compute-apps*": programs, "-L": gpus})
     for package, version in (("torch", "2.13.0"), ("vllm", "0.32.0")):
         info = folder / f"{package}-{version}.dist-info"
         info.mkdir(exist_ok=True)

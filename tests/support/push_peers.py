@@ -159,13 +159,13 @@ async def generator(
     redis_url: str,
     name: str = "generation-0",
     ignored: Mapping[str, tuple[int, ...]] | None = None,
-    cards: Mapping[str, str] | None = None,
+    gpus: Mapping[str, str] | None = None,
 ) -> AsyncIterator[PushTarget]:
     """A generator that serves version 0, registered.
 
     Args:
         ignored: Further tensors of its model folder, which the learner does not have.
-        cards: Its GPUs with their kinds.
+        gpus: Its GPUs with their kinds.
     """
     service = service_of(name, config, redis_url)
     engine, copies = StandInEngine(), PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16")
@@ -185,7 +185,7 @@ async def generator(
     # The same process id for all, as the first process of every container has.
     instance = Instance("generation", name, grpc=server.address, pid=1, uid=service.uid)
     registration = Registration(
-        service.redis, service.keys, instance, service.activity, lambda: {**servicer.facts(), "cards": cards or {}}
+        service.redis, service.keys, instance, service.activity, lambda: {**servicer.facts(), "cards": gpus or {}}
     )
     await registration.beat()
     beating = asyncio.create_task(registration.run())

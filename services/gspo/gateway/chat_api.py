@@ -43,8 +43,8 @@ async def chat_api(service: Service, folder: Path, generators: Generators, store
     """The app of /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models; also of /v1/tasks.
 
     Args:
-        folder: Of the model, for its tokenizer and chat template.
-        store: Of the rollouts that agents play.
+        folder: The model's, for its tokenizer and chat template.
+        store: That of the rollouts that agents play.
     """
     config = service.config
     arguments = _arguments(config, folder)

@@ -114,7 +114,7 @@ class Learner:
         self.trainer = TrainerThread(recovered.trainer, shifts, executor, disk, run_dir.path, keeps_copies=keeps_copies)
         self.publisher = Publisher(service, run_dir.epoch, self._announce_live, shifts, run_dir.append_pushes)
         self._report = StepReport(
-            service.config, run_dir, self._events, self.trainer.cards, lambda: self.publisher.generator_gpus
+            service.config, run_dir, self._events, self.trainer.gpus, lambda: self.publisher.generator_gpus
         )
         self.intake = Intake(service, run_dir, recovered.assembler, self.publisher, self._end, self._events)
         self.checkpoints = CheckpointWriter(

@@ -47,7 +47,7 @@ class RecoveredState:
 
     Attributes:
         trainer: On every rank, with these weights.
-        weights: Of the version that the step made, or of version 0; it is on record.
+        weights: Those of the version that the step made, or of version 0; it is on record.
         notices: Sentences for the user: damaged checkpoints, steps that are left out, tensors of the model that are
         left over.
     """

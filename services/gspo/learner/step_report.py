@@ -193,7 +193,7 @@ class StepReport:
     """Reports the steps of one learner.
 
     Args:
-        learner_gpus: Of the ranks, with their peak flop/s.
+        learner_gpus: Those of the ranks, with their peak flop/s.
         generator_gpus: The present GPUs of all generators, with their kinds.
     """
 
@@ -220,7 +220,7 @@ class StepReport:
         """Report a step whose version is handed to the publisher: to the log, Prometheus and the run's events.
 
         Args:
-            digest: Of the version that the step made.
+            digest: That of the version that the step made.
             step_metrics: By their public names; among them `tokens`, `sequences` and the clock's seconds.
         """
         step = batch.step
@@ -246,7 +246,7 @@ def seconds_waited(
     generated, scored, and on its way to the learner.
 
     Args:
-        began, ended: Of the wait, in Unix seconds, as all times here.
+        began, ended: Those of the wait, in Unix seconds, as all times here.
         live: When the learner's version was first served by a generator; it frees slots.
         evaluated: When the last evaluation was recorded; before the first step it delays the issue.
     """

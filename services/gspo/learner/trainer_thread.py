@@ -50,9 +50,9 @@ class TrainerThread:
         self._disk, self._run_dir, self._keeps_copies = disk, run_dir, keeps_copies
 
     @property
-    def cards(self) -> Mapping[str, float | None]:
+    def gpus(self) -> Mapping[str, float | None]:
         """The GPU of each rank -> its peak flop/s, or None where that is unknown."""
-        return self._trainer.cards
+        return self._trainer.gpus
 
     async def train(self, step: int, rows: Sequence[Row], hyperparameters: Hyperparameters) -> TrainResult:
         """Train the policy of version step - 1 on rows in training order.

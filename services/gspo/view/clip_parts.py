@@ -48,7 +48,7 @@ def answer_clip(algorithm: AlgorithmConfig, row: Mapping[str, Any]) -> AnswerCli
     """The clip of an answer for which `why_off` has no reason.
 
     Args:
-        row: Of the step file, with the columns of its token record.
+        row: A row of the step file, with the columns of its token record.
     """
     counted = [place for place, counts in enumerate(row["mask"]) if counts]
     log_ratio = math.fsum(row["learner_logp"][place] - row["logp"][place] for place in counted) / max(1, len(counted))

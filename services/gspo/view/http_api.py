@@ -256,7 +256,7 @@ async def _changes(run: ViewedRun, tabs: OpenTabs) -> AsyncIterator[str]:
 
 
 def _clips(run: ViewedRun, log: LogQuery, step: int, group: int) -> dict[int, AnswerClip | str]:
-    """Of each rollout of a group its clip, or the reason why it shows none."""
+    """For each rollout of a group its clip, or the reason why it shows none."""
     rows = log.clip_rows(step, group)
     try:
         algorithm = read_config(run.run_dir / CONFIG_NAME).algorithm

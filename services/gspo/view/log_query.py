@@ -117,7 +117,7 @@ class LogQuery:
     questions take too long. Any thread may ask.
 
     Args:
-        share: Of the memory that the page takes for columns.
+        share: The part of the memory that the page takes for columns.
     """
 
     def __init__(self, folder: Path, share: float = 1.0) -> None:

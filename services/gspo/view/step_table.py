@@ -40,7 +40,7 @@ class StepTable:
 
     Args:
         connection: May read the log's folder.
-        name: Of the table.
+        name: The table's.
         columns: By name; `step` is one of them.
         size: SQL of a row's size over the table's columns.
         most: The sum of sizes that stays in memory.

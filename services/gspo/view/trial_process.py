@@ -35,8 +35,8 @@ class TrialProcess:
     """Scores rollouts of one run.
 
     Args:
-        run_dir: Of the run.
-        timeout_s: Of one trial.
+        run_dir: The run's.
+        timeout_s: Limit of a trial.
     """
 
     def __init__(self, run_dir: Path, timeout_s: float = TRIAL_S) -> None:

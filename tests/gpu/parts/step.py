@@ -126,7 +126,7 @@ def planned(case: PartRun, training: TrainingCase, model: Path) -> tuple[Any, Ra
 
 def judge_speed(case: PartRun, training: TrainingCase, trainer: Trainer, flops_per_s: float) -> None:
     """MFU, by the GPU's data sheet or a CPU's matrix product; none for an unknown GPU."""
-    (peak,) = trainer.engine.cards.values()
+    (peak,) = trainer.engine.gpus.values()
     if peak is None:
         return
     case.note(mfu=flops_per_s / peak)

@@ -143,7 +143,7 @@ def main() -> None:
         if distributed.get_rank() == 0:
             same = all(torch.equal(after[key], repeated[key]) for key in after)
             facts = {"figures": figures, "not_applied": not_applied, "same_after_a_resume_and_a_move": same}
-            facts |= {"cards": trainer.engine.cards, "moved_bytes": moved}
+            facts |= {"cards": trainer.engine.gpus, "moved_bytes": moved}
             (out / f"{name}.json").write_text(json.dumps(facts))
             save_file({"gradient": vector, **exact}, out / f"{name}.safetensors")
 

@@ -59,13 +59,13 @@ async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_jo
     redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_config(tmp_path, make_run)
-    async with generator(config, redis_url, cards={"GPU-1": "A"}) as first, learner(config, redis_url) as learning:
+    async with generator(config, redis_url, gpus={"GPU-1": "A"}) as first, learner(config, redis_url) as learning:
         for version in (3, 4):
             learning.publisher.publish(policy(version))
             await learning.until(partial(serve, [first], policy(version)))
         assert [bool(header.base_digest) for header in first.headers] == [False, True]
         # In the middle of the run; the name and the process id are the first one's, as in two containers.
-        async with generator(config, redis_url, cards={"GPU-1": "A", "GPU-2": "B"}) as second:
+        async with generator(config, redis_url, gpus={"GPU-1": "A", "GPU-2": "B"}) as second:
             await learning.until(lambda: serve([second], policy(4)))
             assert learning.publisher.generator_gpus == {"GPU-1": "A", "GPU-2": "B"}
             learning.publisher.publish(policy(5))

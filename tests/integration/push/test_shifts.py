@@ -349,7 +349,7 @@ async def test_a_learner_that_dies_in_its_shift_leaves_them_asleep_and_its_succe
             await learning.shifts.begin("loading the model")
             assert target.engine.history == ["sleep", "states on the GPUs", "states on the GPUs"]
             # The one before was only silent, and comes back: it gets the GPUs no more.
-            with pytest.raises(InputError, match="another learner has taken over the run 'test' and its cards"):
+            with pytest.raises(InputError, match="another learner has taken over the run 'test' and its GPUs"):
                 await dying.shifts.end()
             learning.publisher.publish(policy(0))
             await learning.shifts.end()

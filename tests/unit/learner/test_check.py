@@ -679,12 +679,12 @@ def test_the_check_imports_no_engine() -> None:
     assert process.stdout.strip() == "set()"
 
 
-def test_on_shared_cards_a_rank_has_all_but_what_sleeping_generators_keep(folder: Path) -> None:
+def test_on_shared_gpus_a_rank_has_all_but_what_sleeping_generators_keep(folder: Path) -> None:
     keys: dict[str, Any] = {"staleness": {"max_lag": 0}, "learner": {"zero_stage": 0}}
     config = make_config(folder, placement="shared", **keys)
-    card = Gpu("0", total_bytes=80 << 30, used_bytes=70 << 30)  # of the run's own generators, at a restart
-    check_gpu_memory(config, size_of(79), 1, [card], [1])
+    gpu = Gpu("0", total_bytes=80 << 30, used_bytes=70 << 30)  # of the run's own generators, at a restart
+    check_gpu_memory(config, size_of(79), 1, [gpu], [1])
     with pytest.raises(InputError, match=r"80.0 GiB, of which sleeping generators keep 2.0") as refused:
-        check_gpu_memory(config, size_of(79), 1, [card], [2])
+        check_gpu_memory(config, size_of(79), 1, [gpu], [2])
     assert refused.value.where == "learner.zero_stage"
-    assert own_fraction(config, card, 1) == pytest.approx(78 / 80)
+    assert own_fraction(config, gpu, 1) == pytest.approx(78 / 80)

@@ -159,7 +159,7 @@ def _draft_lines(instances: Iterable[Instance]) -> list[str]:
 
 
 def curriculum_lines(instances: Iterable[Instance]) -> list[str]:
-    """Of each source, the prompts that data.curriculum visits less often; nothing without a curriculum."""
+    """For each source, the prompts that data.curriculum visits less often; nothing without a curriculum."""
     rows = [row for instance in instances for row in instance.facts.get("curriculum", ())]
     return [
         f"curriculum{' of ' + row['source'] if row['source'] else ''}: {row['equal']} of {row['prompts']} prompts had "

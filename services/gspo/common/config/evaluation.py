@@ -94,7 +94,7 @@ class EvaluationConfig(Section):
         """The figure that `keep_best` names; None where it is not set.
 
         Args:
-            part_labels: Of each file, the names of the reward functions and the environment, whose values are parts of
+            part_labels: For each file, the names of the reward functions and the environment, whose values are parts of
                 the score.
             weights: File -> weight, of the files that are compared where keep_best names none.
 

@@ -173,7 +173,7 @@ class Section(BaseModel):
     Attributes:
         may_change: Whether its keys may change when a run is resumed.
         KINDS: Keys of which one at most is set; it says the section's kind.
-        OWNER: Of all keys but those that make it; None: the section always has an effect.
+        OWNER: The owner of all keys but those that make it; None: the section always has an effect.
         OWNED: More owners of its keys, and those of keys further within, by their paths.
         REMOVED: Keys that older runs have stored, with the value that then had no effect.
     """

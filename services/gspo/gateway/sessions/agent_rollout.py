@@ -27,7 +27,7 @@ def agent_rollout(
 
     Args:
         worker: The worker that played it.
-        most_tokens: Of all branches together. Requests side by side may use more: the rollout then fails.
+        most_tokens: Limit of all branches together. Requests side by side may use more: the rollout then fails.
     """
     task, branches = session.task, conversation.branches()
     failure = _failure(result, branches)

@@ -63,7 +63,7 @@ class Recorder:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the chat template, from the task's data; a request may set others. Tools are the request's alone."""
+        """Those of the chat template, from the task's data; a request may set others. Tools are the request's alone."""
         variables = json.loads(self.session.task.prompt.template_json or "{}")
         return {name: value for name, value in variables.items() if name != "tools"}
 
@@ -82,7 +82,7 @@ class Recorder:
         """Note what the request continues; returns the tokens of its prompt.
 
         Args:
-            conversation: Of which `turn` is.
+            conversation: The one that `turn` is of.
             context: The tokens behind those of `turn`, or all of a new branch.
             asked: Digest of all messages.
             messages: The new ones.

@@ -173,7 +173,7 @@ class Session:
         key: The worker's key: the rollout's name and the secret of this attempt.
         attempt: How often the rollout was handed out, from 1.
         began_unix_s: Time at which the worker got it.
-        temperature: Of its requests, where agents choose it (agent.sampling); None before the first.
+        temperature: That of its requests, where agents choose it (agent.sampling); None before the first.
     """
 
     key: str
@@ -195,7 +195,7 @@ class PlayedRollout:
 
     Attributes:
         session: With the worker that plays or played it; None while it is open.
-        result: Of a rollout that has ended.
+        result: That of a rollout that has ended.
         is_unknown: It is not in Redis.
     """
 
@@ -210,8 +210,8 @@ class SessionStore:
 
     Args:
         lease_s: A worker that is silent for so long loses its rollout.
-        uid: Of this gateway.
-        most_bytes: Of all that is written of a rollout's turns.
+        uid: This gateway's.
+        most_bytes: Limit of all that is written of a rollout's turns.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class SessionStore:
         """Write a part of a turn, and renew the lease.
 
         Args:
-            number: Of the turn's entries, from 0: each is written once.
+            number: Place among the turn's entries, from 0: each is written once.
 
         Raises:
             SessionLostError: As `session`; or the rollout's group has ended.
@@ -335,7 +335,7 @@ class SessionStore:
         """End what `reserve` holds for a request.
 
         Args:
-            used_tokens: Of its context and its answer; 0 if the rollout does not have them.
+            used_tokens: Tokens of its context and its answer; 0 if the rollout does not have them.
 
         Raises:
             SessionLostError: As `session`.

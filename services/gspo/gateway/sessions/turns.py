@@ -92,8 +92,8 @@ class Conversation:
         the one with the most texts that equal the request's, or the last of those.
 
         Args:
-            messages: Of the request.
-            digests: Of the messages before each place, as `prefix_digests` gives them.
+            messages: The request's.
+            digests: Those of the messages before each place, as `prefix_digests` gives them.
             shown: The request as the chat template renders it. A turn whose thoughts or text it leaves out is not
                 continued: the policy would see what the template hides.
         """

@@ -29,7 +29,7 @@ class RolloutLimits:
     """The limits of one run.
 
     Attributes:
-        num_rollouts: Of a group.
+        num_rollouts: Rollouts of a group.
         prompt_length, response_length: In tokens, at most.
         rollout_length: Tokens of all branches with their contexts, at most.
         vocabulary: Tokens that the model has.

@@ -50,7 +50,7 @@ class Row:
     advantage: The normalised reward, null when skipped.
     skipped: Why the row is not trained on: failed, truncated or stale; null when it is.
     mini_batch: Optimizer step within the step, from 0; -1 when skipped.
-    num_turns: Of the policy; 1 where it gave one answer.
+    num_turns: The policy's; 1 for a single answer.
     num_malformed_calls, num_cut_turns: Turns with a tool call that cannot be made, and turns cut off at turn_tokens.
     turns_json: A conversation after its prompt, as chat messages; empty where it is one answer.
     source: Name in data.sources; empty where data.prompts is the only source.
@@ -123,7 +123,7 @@ class TokenRecord:
 
     Attributes:
         logp_T: Log-prob of each token behind the first context by the policy; 0 where a token does not count.
-        entropy_T: Of the policy's distribution there, in nats; 0 where a token does not count.
+        entropy_T: That of the policy's distribution there, in nats; 0 where a token does not count.
     """
 
     group: int

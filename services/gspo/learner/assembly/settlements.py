@@ -25,7 +25,7 @@ class EndedGroup:
     """A group that ended, and why.
 
     Attributes:
-        response_tokens: Of each of its rollouts, if it was too old to train on.
+        response_tokens: Those of each of its rollouts, if it was too old to train on.
         rewards_differ: Whether its counted rewards differ; None where it failed or was never scored.
     """
 

@@ -168,7 +168,7 @@ def attention_of_line(
     Args:
         layer: Has `is_causal` False if a position sees later ones too.
         tensors: Query [S, heads, head width], key and value [S, kv heads, head width], of one dtype.
-        kwargs: Of them `sliding_window` counts: the positions that each sees, itself included.
+        kwargs: Only `sliding_window` of them counts: the positions that each sees, itself included.
 
     Returns:
         [S, heads, value's width].

@@ -49,7 +49,7 @@ class StepBatch:
         mask_BT: The tokens that count; behavior_BT and version_BT mean nothing elsewhere.
         mini_batch_B: The optimizer step of each rollout.
         branch_BT: The number of each token's branch, from 0; None where sequences of the formulas are whole rollouts.
-        temperature_B: Of the sampling of each rollout; None where all have the run's.
+        temperature_B: That of each rollout's sampling; None where all have the run's.
     """
 
     rows: tuple[Row, ...]
@@ -217,7 +217,7 @@ class MicroBatch:
         target_N: The counted tokens.
         mask_RT: Their places among the answers' positions, up to the longest here.
         backward: Whether its loss has a gradient.
-        temperature_N: Of the sampling of each counted token; None where it is the run's.
+        temperature_N: That of each counted token's sampling; None where it is the run's.
     """
 
     row_R: Tensor

@@ -53,7 +53,7 @@ def _matrices(model: nn.Module, experts_per_token: int | None) -> Iterator[tuple
 
 
 def _shape(parameter: Tensor) -> Any:
-    """Of the whole parameter: under ZeRO 3 a rank may hold a part."""
+    """Elements of the whole parameter: under ZeRO 3 a rank may hold a part."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 

@@ -102,7 +102,7 @@ def _layers(weights: Mapping[str, NamedWeight]) -> list[dict[str, NamedWeight]]:
 
 
 def _num_elements(weight: NamedWeight) -> int:
-    """Of the whole value, also where a rank holds a part of it: an adapter has the shape of its weight."""
+    """The shape of the whole value, also where a rank holds a part of it: an adapter has the shape of its weight."""
     return int(getattr(weight.parts[0], "ds_numel", weight.parts[0].numel()))
 
 

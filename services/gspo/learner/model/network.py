@@ -133,7 +133,7 @@ class TeacherModel:
     Attributes:
         model: A frozen PolicyModel, or what calls one.
         is_packed: Whether it takes packed rollouts.
-        flops: Of its forward pass.
+        flops: Operations of its forward pass.
     """
 
     model: Any

@@ -37,7 +37,7 @@ def rounded_weights(causal_lm: PreTrainedModel, dtype: torch.dtype, whole: Whole
     adapters, which peft adds in float32.
 
     Args:
-        dtype: Of the products.
+        dtype: That of the products.
         whole: Gathers weights that are spread over the ranks.
     """
     rounded = product_weights(causal_lm)

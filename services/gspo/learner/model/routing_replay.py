@@ -277,7 +277,7 @@ class RoutingReplay(PassObserver):
         self._applied, self._stats = self._applied if problem else self._stats, {}
 
     def end(self) -> Stats:
-        """Of the last applied update: the share of this rank's counted tokens with other experts at present."""
+        """For the last applied update: the share of this rank's counted tokens with other experts at present."""
         return self._applied
 
     def _rollouts(self, micro: MicroBatch, expert_NC: Tensor) -> list[Tensor]:

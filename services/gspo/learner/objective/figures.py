@@ -126,7 +126,7 @@ def mismatch_metrics(algorithm: AlgorithmConfig, stats: Stats, length_B: Tensor)
 
 
 def at_start(stats: Stats) -> Stats:
-    """Of the sums of the step's first applied update, those that are figures of the step's first weights."""
+    """Those sums of the step's first applied update that are figures of the step's first weights."""
     return {f"{_START}{key}": value for key, value in stats.items() if key.rpartition(".")[0] in _AT_START}
 
 

@@ -39,7 +39,7 @@ class StepTargets:
         mask_BT: The tokens that count, without those that the behavior correction excludes.
         turns_B: The turns of each rollout, 1 unless it is a conversation. [B]
         moving_B: Bool: the rollouts with a gradient. [B]
-        stats: Of that correction, over the whole step; empty without one.
+        stats: Those of that correction, over the whole step; empty without one.
         reference_BT, teacher_BT: The columns; None where the objective does not need them.
         branch_BT: As in the batch.
     """
@@ -133,8 +133,8 @@ class Objective:
         Loss and stats add up over the micro-batches and ranks of the optimizer step.
 
         Args:
-            entropy_RT: Of the policy's distribution at each token.
-            sizes: Of the optimizer step, from StepTargets.sizes.
+            entropy_RT: That of the policy's distribution at each token.
+            sizes: Those of the optimizer step, from StepTargets.sizes.
 
         Raises:
             InputError: The user's own loss raised, or returned no losses.

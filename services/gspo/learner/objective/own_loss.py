@@ -35,7 +35,7 @@ class LossBatch(NamedTuple):
         old_logp_BT: Denominator of the ratio, by algorithm.old_logprobs.
         advantage_BT: With every correction that the keys of `algorithm` ask for.
         mask_BT: Bool: the policy's tokens that count. Elsewhere every other input is 0.
-        entropy_BT: Of the policy's distribution at each token.
+        entropy_BT: That of the policy's distribution at each token.
         reference_BT: Log-probs of the original model; None unless algorithm.loss.reference or a KL key asks for it.
     """
 

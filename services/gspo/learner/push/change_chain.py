@@ -21,7 +21,7 @@ class ChainedChanges:
 
     Attributes:
         target: The version that it brings.
-        base_digest: Of the version that the receiver has.
+        base_digest: That of the version that the receiver has.
     """
 
     kind: UpdateKind = "changes"

@@ -80,7 +80,7 @@ class HostCopy:
     """One copy, tensor by tensor in one block of memory.
 
     Args:
-        block: Of as many bytes as all the tensors will have.
+        block: As many bytes as all the tensors will have.
         stream: On which a GPU copies; None on a CPU.
     """
 

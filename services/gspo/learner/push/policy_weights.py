@@ -32,7 +32,7 @@ class PolicyFacts:
     """A version without its weights.
 
     Attributes:
-        num_bytes: Of all tensors.
+        num_bytes: Size of all tensors.
     """
 
     version: int
@@ -57,7 +57,7 @@ class PolicyWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors."""
         return sum(tensor.nbytes for tensor in self.bits.values())
 
     @property
@@ -99,7 +99,7 @@ class WeightUpdate:
 
     Attributes:
         target: The version that it brings.
-        base_digest: Of the version that the receiver has; empty if it needs every element.
+        base_digest: That of the version that the receiver has; empty if it needs every element.
 
     Args:
         base: The version that the receiver has; None if it needs every element.

@@ -58,7 +58,7 @@ class Publisher:
         live_unix_s: When it was first served.
 
     Args:
-        epoch: Of this learner; generators refuse a lower one than they have seen.
+        epoch: This learner's; generators refuse a lower one than they have seen.
         on_live: Awaited for the first generator that serves a version.
         shifts: On shared GPUs, this learner's.
         record: Writes the pushes of a version once the next one is published; None leaves them out.
@@ -356,7 +356,7 @@ class SendQueue:
         """Seconds that a push may take, from its header to the answer.
 
         Args:
-            num_bytes: Of the whole policy: changes are packed from it, and it is staged, digested and loaded.
+            num_bytes: Size of the whole policy: changes are packed from it, and it is staged, digested and loaded.
             num_failures: Pushes in a row that failed at this generator.
         """
         return self.limits[kind].seconds(num_bytes) * 2.0 ** min(num_failures, _MOST_DOUBLINGS)

@@ -43,7 +43,7 @@ class GeneratorReplica:
 
     Attributes:
         version: The version that it serves.
-        digest: Of this version; empty where it is not known.
+        digest: This version's; empty where it is not known.
         pushing: The push in flight.
         problem: Why the last push failed.
         num_failures: Pushes that failed since the last that succeeded.
@@ -52,7 +52,7 @@ class GeneratorReplica:
         behind_since_unix_s: When it was first seen without the newest version; None while it has it.
 
     Args:
-        metadata: Of every call to it.
+        metadata: That of every call to it.
     """
 
     def __init__(self, instance: Instance, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:

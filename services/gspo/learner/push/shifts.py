@@ -50,7 +50,7 @@ class LearnerShifts:
         is_stopped: Whether the run was asked to stop, or this process.
 
     Args:
-        epoch: Of this learner.
+        epoch: This learner's.
         executor: The one thread in which the trainer works.
     """
 

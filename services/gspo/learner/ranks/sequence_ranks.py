@@ -53,7 +53,7 @@ class SequenceRanks:
         return nn.functional.pad(part, (0, P - len(part)))
 
     def own_places(self, place_N: Tensor, length: int) -> Tensor:
-        """Of some places in a line of S positions those of this rank's part, as Bool [N]."""
+        """Whether each of some places in a line of S positions is in this rank's part, as Bool [N]."""
         return place_N // self.part_length(length) == self.rank
 
     def whole(self, part: Tensor, length: int) -> Tensor:

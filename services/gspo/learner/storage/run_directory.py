@@ -51,7 +51,7 @@ class PolicyVersion(VersionRecord):
     """A version of the policy as a replay needs it. (version, digest) identifies it everywhere.
 
     Attributes:
-        hyperparameters: Of its step, by the names of Hyperparameters; None of version 0.
+        hyperparameters: Its step's, by the names of Hyperparameters; None for version 0.
     """
 
     dtype: str
@@ -69,7 +69,7 @@ class RunDir:
     Attributes:
         steplog: The logged steps that are still there.
         checkpoints: The checkpoint folders.
-        epoch: Of this start, from 1.
+        epoch: This start's, from 1.
         settlements: How groups have ended.
         results: Whether the rewards of these groups differed, in the order of the log.
         last_step: The last logged one; 0 before the first.

@@ -23,7 +23,7 @@ def check_gpu_memory(
     """Compare a rank's memory, without activations, with its GPU, less other programs and what generators keep.
 
     Args:
-        ranks: Of the whole learner.
+        ranks: Those of the whole learner.
         gpus: One for each rank on this machine.
         num_generators: On each of these GPUs.
 

@@ -82,7 +82,7 @@ class MismatchProbe(PassObserver):
         self._is_at_start = self._is_at_start and bool(problem)
 
     def end(self) -> Stats:
-        """Of the measurements over the whole step."""
+        """Figures of the measurements over the whole step."""
         stats = self._stats
         del self._batch, self._newest_BT, self._stats
         return stats

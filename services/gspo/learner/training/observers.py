@@ -67,7 +67,7 @@ class FlopCount(PassObserver):
 
     Args:
         model: The policy's.
-        scorings: Of the models that read the whole batch forward beside it, one for each column.
+        scorings: Those of the models that read the whole batch forward beside it, one for each column.
     """
 
     def __init__(self, model: ModelFlops, scorings: Sequence[ModelFlops]) -> None:

@@ -34,7 +34,7 @@ class ColumnScorer:
     Attributes:
         model: A block with the model.
         packing: Whether it reads packed lines.
-        flops: Of its forward passes.
+        flops: Operations of its forward passes.
         around: Makes the block of each pass.
     """
 

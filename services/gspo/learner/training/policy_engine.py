@@ -52,7 +52,7 @@ from gspo.learner.storage.training_states import StatesFile, WeightRange, Writte
 from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import own_fraction
 from gspo.learner.training.host_states import HostStates
-from gspo.learner.training.rank_cards import gather_cards
+from gspo.learner.training.rank_gpus import gather_gpus
 from gspo.learner.training.trainer_api import Hyperparameters, WriteCheckpoint
 
 # DeepSpeed's configuration of a frozen model, where its weights are spread.
@@ -69,9 +69,9 @@ class PolicyEngine:
     Attributes:
         deepspeed: The model as DeepSpeed wraps it.
         packing: Whether it reads packed lines.
-        routers: Of a mixture whose experts are replayed; else None.
+        routers: Those of a mixture whose experts are replayed; else None.
         teacher: The teacher that this process loads; else None.
-        cards: Each rank's card -> its peak flop/s, or None where that is unknown.
+        gpus: Each rank's GPU -> its peak flop/s, or None where that is unknown.
     """
 
     def __init__(self, config: Config, model_folder: Path) -> None:
@@ -101,7 +101,7 @@ class PolicyEngine:
         frozen = [self._reference_model, self.teacher and self.teacher.model]
         self._states = HostStates([self.deepspeed, *frozen], self.device)
         self._copies = HostCopies(self.device, getattr(torch, config.generation.dtype))
-        self.cards = gather_cards(
+        self.gpus = gather_gpus(
             self.device, getattr(torch, config.learner.dtype), self.threads, int(os.environ["LOCAL_RANK"])
         )
         set_deadlines(config.learner.rank_timeout_s)
@@ -411,7 +411,7 @@ def _join(config: Config) -> torch.device:
     accelerator.set_device(local_rank)
     if accelerator.device_name() == "cuda":
         _limit_gpu_memory(config, local_rank)
-    # On shared cards rank zero comes only when the generators sleep.
+    # On shared GPUs rank zero comes only when the generators sleep.
     late_s = config.run.start_timeout_s if config.placement == "shared" else 0.0
     device = torch.device(accelerator.current_device_name())
     join(accelerator.communication_backend_name(), config.learner.rank_timeout_s + late_s, device)

@@ -85,9 +85,9 @@ class RankZero:
         return self._broadcast is not None
 
     @property
-    def cards(self) -> Mapping[str, float | None]:
-        """The card of each rank -> its peak flop/s."""
-        return self._trainer.engine.cards
+    def gpus(self) -> Mapping[str, float | None]:
+        """The GPU of each rank -> its peak flop/s."""
+        return self._trainer.engine.gpus
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Make a call here and on the other ranks.

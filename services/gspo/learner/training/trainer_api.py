@@ -53,7 +53,7 @@ class TrainResult:
 
     Attributes:
         probe_s: Seconds of the mismatch probe.
-        tokens: Of each trained rollout, under learner.token_records; else empty.
+        tokens: Those of each trained rollout, under learner.token_records; else empty.
     """
 
     metrics: dict[str, float]
@@ -69,7 +69,7 @@ class Hyperparameters:
     They are logged with the step, so that a replay makes the same update under another configuration.
 
     Attributes:
-        learning_rate: Of this step, after warm-up and schedule.
+        learning_rate: This step's, after warm-up and schedule.
         weight_decay: AdamW's decoupled one.
         max_grad_norm: Gradients are scaled down to this norm.
         micro_batch_tokens: Most tokens of a micro-batch, or those of the step's longest rollout if that has more.
@@ -91,8 +91,8 @@ class TrainerApi(Protocol):
         """Whether other ranks make the same calls."""
 
     @property
-    def cards(self) -> Mapping[str, float | None]:
-        """The card of each rank -> its peak flop/s, or None where that is unknown."""
+    def gpus(self) -> Mapping[str, float | None]:
+        """The GPU of each rank -> its peak flop/s, or None where that is unknown."""
 
     def train(
         self, step: int, rows: Sequence[Row], not_applied: Collection[int], hyperparameters: Hyperparameters

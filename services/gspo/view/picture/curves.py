@@ -73,7 +73,7 @@ class Curve:
     """Lines over the same steps. Curves of one question are drawn below each other.
 
     Attributes:
-        name: Of its own on the page.
+        name: Its own on the page.
         reading: How to read it.
     """
 
@@ -140,7 +140,7 @@ class Panel:
     """One panel of a plot; it is left out where it has nothing to draw.
 
     Args:
-        label: Of the y axis.
+        label: That of the y axis.
         lines: Makes lines that are of no step's figures.
         beside: Makes lines that are no reason to draw the panel, such as limits.
         low: Lowest y; None where the data decide.

@@ -57,7 +57,7 @@ class ViewedRun:
     """A run of the page. Any thread may ask.
 
     Args:
-        name: Of its own among the viewed runs.
+        name: Its own among the viewed runs.
         services: Asks for the state of the run's services; None leaves them out.
     """
 

@@ -45,28 +45,28 @@ def run_of(folder: Path, *, longest: int = 128, share: float = 0.92, **learner: 
     )
 
 
-def on_cards(config: Config, gib: int, number: int = 2, used_gib: int = 0) -> Placement:
-    cards = [Gpu(str(n), f"GPU-{n}", gib * GIB, used_gib * GIB) for n in range(number)]
-    return place(config, process_names(config, SERVICES), cards)
+def on_gpus(config: Config, gib: int, number: int = 2, used_gib: int = 0) -> Placement:
+    gpus = [Gpu(str(n), f"GPU-{n}", gib * GIB, used_gib * GIB) for n in range(number)]
+    return place(config, process_names(config, SERVICES), gpus)
 
 
 def test_on_shared_gpus_a_rank_has_the_gpu_without_vllms_share(tmp_path: Path, model: PlannedModel) -> None:
     """Beside vLLM's share of 0.92 it would have nothing, and the longest rollout would be refused."""
     split = run_of(tmp_path)
     with pytest.raises(InputError, match="a rank has memory to train"):
-        check_longest(split, on_cards(split, 16, number=1), model)
+        check_longest(split, on_gpus(split, 16, number=1), model)
     staleness = split.staleness.model_copy(update={"max_lag": 0})
     shared = split.model_copy(update={"placement": "shared", "staleness": staleness})
-    assert check_longest(shared, on_cards(shared, 16, number=1), model) == []
-    longest = longest_rollout(shared, on_cards(shared, 16, number=1), model)
-    alone = longest_rollout(split, on_cards(split, 16, number=2), model)
+    assert check_longest(shared, on_gpus(shared, 16, number=1), model) == []
+    longest = longest_rollout(shared, on_gpus(shared, 16, number=1), model)
+    alone = longest_rollout(split, on_gpus(split, 16, number=2), model)
     assert longest.trainable and alone.trainable
     assert 0.7 * alone.trainable.planned < longest.trainable.planned < alone.trainable.planned
 
 
 def test_the_parts_of_a_gpu_add_up(tmp_path: Path, model: PlannedModel) -> None:
     config = run_of(tmp_path)
-    placement = on_cards(config, 16, used_gib=1)
+    placement = on_gpus(config, 16, used_gib=1)
     planned = planned_memory(config, placement, process_names(config, SERVICES), model)
     generator, rank = planned["generation-0"], planned["learner-0"]
     assert generator.weights == policy_bytes(config, model.size.num_parameters)
@@ -84,7 +84,7 @@ def test_the_parts_of_a_gpu_add_up(tmp_path: Path, model: PlannedModel) -> None:
 
 def test_a_shared_gpu_is_counted_once(tmp_path: Path, model: PlannedModel) -> None:
     config = make_run(tmp_path, tmp_path, generation={"engine": {"gpu_memory_utilization": 0.4}}, learner=ON_GPU)
-    planned = planned_memory(config, on_cards(config, 16, 1), process_names(config, SERVICES), model)
+    planned = planned_memory(config, on_gpus(config, 16, 1), process_names(config, SERVICES), model)
     (spare,) = {memory.spare for memory in planned.values()}
     peak = rank_of(config, model, on_gpu=True).peak
     assert spare == pytest.approx(16 * GIB * 0.6 - peak - reserved_bytes(16 * GIB))
@@ -92,7 +92,7 @@ def test_a_shared_gpu_is_counted_once(tmp_path: Path, model: PlannedModel) -> No
 
 def test_the_table_of_shared_gpus_says_that_they_are_used_in_shifts(tmp_path: Path, model: PlannedModel) -> None:
     config = run_of(tmp_path).model_copy(update={"placement": "shared"})
-    table = memory_table(config, on_cards(config, 16, 1), process_names(config, SERVICES), model).splitlines()
+    table = memory_table(config, on_gpus(config, 16, 1), process_names(config, SERVICES), model).splitlines()
     assert table[1].split()[:5] == ["generation-0", "0", "learner-0", "in", "shifts"]
     assert table[-1] == "(planned GiB on each GPU. Generators and learner use them in shifts: placement is shared)"
 
@@ -134,13 +134,13 @@ def test_the_micro_batch_fills_the_gpu_and_no_more(tmp_path: Path, model: Planne
 
 def test_a_rollout_that_no_gpu_holds_is_refused_with_the_nearest_that_fits(tmp_path: Path, model: PlannedModel) -> None:
     fitting = run_of(tmp_path, share=0.36)
-    longest = longest_rollout(fitting, on_cards(fitting, 8), model)
+    longest = longest_rollout(fitting, on_gpus(fitting, 8), model)
     assert longest.servable and longest.trainable
     assert f"holds {longest.servable.planned:,}, a rank trains {longest.trainable.planned:,}" in longest.line()
-    assert check_longest(fitting, on_cards(fitting, 8), model) == []
+    assert check_longest(fitting, on_gpus(fitting, 8), model) == []
 
     between = run_of(tmp_path, longest=longest.servable.planned + 64, share=0.36)
-    (warning,) = check_longest(between, on_cards(between, 8), model)
+    (warning,) = check_longest(between, on_gpus(between, 8), model)
     assert warning.startswith("algorithm.response_length: the longest rollout, prompt_length + response_length, has")
     planned = longest.servable.planned
     assert f"a generator holds {planned:,} by the plan. Set it to {planned - 64} or less, or set " in warning
@@ -148,12 +148,12 @@ def test_a_rollout_that_no_gpu_holds_is_refused_with_the_nearest_that_fits(tmp_p
 
     too_long = run_of(tmp_path, longest=longest.servable.most + 1, share=0.36)
     with pytest.raises(InputError, match=f"a generator holds at most {longest.servable.most:,}"):
-        check_longest(too_long, on_cards(too_long, 8), model)
+        check_longest(too_long, on_gpus(too_long, 8), model)
 
 
 def test_a_generator_holds_a_branch_and_a_rank_all_of_them(tmp_path: Path, model: PlannedModel) -> None:
     fitting = run_of(tmp_path, share=0.36)
-    longest = longest_rollout(fitting, on_cards(fitting, 8), model)
+    longest = longest_rollout(fitting, on_gpus(fitting, 8), model)
     assert longest.servable and longest.trainable
     assert longest.servable.planned < longest.trainable.planned
 
@@ -161,12 +161,12 @@ def test_a_generator_holds_a_branch_and_a_rank_all_of_them(tmp_path: Path, model
         return fitting.with_keys(algorithm={"rollout_length": tokens})
 
     several = of_branches(longest.trainable.planned)
-    line = longest_rollout(several, on_cards(several, 8), model).line()
+    line = longest_rollout(several, on_gpus(several, 8), model).line()
     assert line.startswith(f"longest rollout: {longest.trainable.planned:,} tokens in branches of up to 128; by the")
-    assert check_longest(several, on_cards(several, 8), model) == []
+    assert check_longest(several, on_gpus(several, 8), model) == []
     too_many = of_branches(longest.trainable.most + 1)
     with pytest.raises(InputError, match=r"^algorithm\.rollout_length: the longest rollout of several branches has"):
-        check_longest(too_many, on_cards(too_many, 8), model)
+        check_longest(too_many, on_gpus(too_many, 8), model)
     assert model.profile is not None
     assert fitting_micro_batch(of_branches(8192), model.profile, model.size, 1, 0.1 * GIB) == 8192
     assert of_branches(200_000).micro_batch_tokens == 200_000
@@ -174,14 +174,14 @@ def test_a_generator_holds_a_branch_and_a_rank_all_of_them(tmp_path: Path, model
 
 def test_a_rank_without_enough_memory_gets_the_nearest_key(tmp_path: Path, model: PlannedModel) -> None:
     fitting = run_of(tmp_path, ranks=2, zero_stage=1, gradient_checkpointing=False)
-    longest = longest_rollout(fitting, on_cards(fitting, 8, 3), model).trainable
+    longest = longest_rollout(fitting, on_gpus(fitting, 8, 3), model).trainable
     assert longest
     config = run_of(tmp_path, longest=longest.planned + 1, ranks=2, zero_stage=1, gradient_checkpointing=False)
-    (warning,) = check_longest(config, on_cards(config, 8, 3), model)
+    (warning,) = check_longest(config, on_gpus(config, 8, 3), model)
     assert f"a rank has memory to train {longest.planned:,} by the plan" in warning
     assert warning.endswith("or set learner.gradient_checkpointing: true")
     changed = run_of(tmp_path, longest=longest.planned + 1, ranks=2, zero_stage=1, gradient_checkpointing=True)
-    assert check_longest(changed, on_cards(changed, 8, 3), model) == []
+    assert check_longest(changed, on_gpus(changed, 8, 3), model) == []
 
 
 def test_the_default_micro_batch_is_filled_to_the_gpu_that_the_learner_gets(

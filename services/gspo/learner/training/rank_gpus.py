@@ -21,9 +21,7 @@ from gspo.learner.ranks.process_group import gather_bytes
 _WIDTH, _MEASURED_S = 512, 0.3
 
 
-def gather_cards(
-    device: torch.device, dtype: torch.dtype, num_threads: int, local_rank: int
-) -> dict[str, float | None]:
+def gather_gpus(device: torch.device, dtype: torch.dtype, num_threads: int, local_rank: int) -> dict[str, float | None]:
     """The GPU of every rank -> its peak in flop/s, or None if unknown. All ranks call it at once."""
     own: tuple[str, float | None]
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The card of a rank and its peak: by its name on a machine with GPUs, by a measured product on a CPU."""
+"""The GPU of a rank and its peak: by its name on a machine with GPUs, by a measured product on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from gspo.common.telemetry.gpu_use import peak_flops
 from gspo.learner.ranks.process_group import join
-from gspo.learner.training.rank_cards import gather_cards, measured_flops_per_s
+from gspo.learner.training.rank_gpus import gather_gpus, measured_flops_per_s
 from tests.support.gpu_machine import PRODUCT, pretend_gpu_machine, uuid
 
 
@@ -28,13 +28,13 @@ def test_a_gpu_has_the_peak_of_its_name_or_none_which_is_said_once(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: product)
     peak_flops.cache_clear()
     with structlog.testing.capture_logs() as logs:
-        assert gather_cards(torch.device("cuda", 1), torch.bfloat16, 1, 1) == {uuid(1): peak}
+        assert gather_gpus(torch.device("cuda", 1), torch.bfloat16, 1, 1) == {uuid(1): peak}
         assert peak_flops(product) == peak, "a generator has the same kind"
     assert [line["card"] for line in logs] == ([] if peak else [product])
 
 
 def test_a_cpu_is_measured_once() -> None:
-    cards = gather_cards(torch.device("cpu"), torch.float32, 1, 0)
-    assert cards == {"CPU of rank 0": measured_flops_per_s(torch.float32, 1)}
-    measured = cards["CPU of rank 0"]
+    gpus = gather_gpus(torch.device("cpu"), torch.float32, 1, 0)
+    assert gpus == {"CPU of rank 0": measured_flops_per_s(torch.float32, 1)}
+    measured = gpus["CPU of rank 0"]
     assert measured is not None and measured > 1e8
