@@ -194,8 +194,8 @@ class AlgorithmConfig(Section):
         return section
 
     def default_of(self, key: str) -> Any:
-        """As in Section: that of the preset."""
-        return getattr(type(self)(preset=self.preset), key)
+        """As in Section: that of the preset, or of a loss of one's own."""
+        return getattr(type(self).model_validate({"preset": self.preset, "loss": self.loss.model_dump()}), key)
 
     @model_validator(mode="after")
     def _clip_is_set_one_way(self) -> AlgorithmConfig:

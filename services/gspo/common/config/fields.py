@@ -221,7 +221,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_removed_keys(cls, keys: Any, info: ValidationInfo) -> Any:
-        if not isinstance(keys, dict) or not _is_old(info):
+        if not isinstance(keys, dict) or not _is_stored(info):
             return keys
         return {key: value for key, value in keys.items() if key not in cls.REMOVED or value != cls.REMOVED[key]}
 
@@ -236,7 +236,7 @@ class Section(BaseModel):
             if owner is None or not self._is_written(key) or _is_off(value):
                 continue
             section, name = self._place(key)
-            if not (_is_old(info) and value == section.default_of(name)):
+            if not (_is_stored(info) and value == section.default_of(name)):
                 raise self.wrong(key, owner.rule, owner.fix)
         return self
 
@@ -283,6 +283,6 @@ def _is_off(value: Any) -> bool:
     return value in _OFF or (isinstance(value, Section) and bool(value.KINDS) and not value.used)
 
 
-def _is_old(info: ValidationInfo) -> bool:
-    """Whether the file is of a run that was stored with the keys of all kinds."""
-    return bool(info.context and info.context.get("is_old"))
+def _is_stored(info: ValidationInfo) -> bool:
+    """Whether the file is of a run, which may be stored by a version whose keys had other owners."""
+    return bool(info.context and info.context.get("is_stored"))

@@ -37,7 +37,7 @@ def read_config(path: Path) -> Config:
 def read_mapping(path: Path) -> dict[str, Any]:
     """The keys of a YAML file, not validated.
 
-    A run that was stored without a format has the keys of all kinds. Those without an effect are left out.
+    A run may be stored by a version whose keys had other owners. Those without an effect are left out.
 
     Raises:
         InputError: The file is missing, not YAML, no mapping, or of another format.
@@ -64,8 +64,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if form not in (None, FORMAT):
         fix = f"Read it with the version of gspo that wrote it; this one writes and reads {FORMAT}"
         raise InputError(str(path), f"has the format {in_yaml(form):.40}", fix)
-    if form is None and (path.parent / ENVIRONMENT_NAME).exists():
-        return _parsed(content, path.parent, str(path), is_old=True).model_dump(mode="json")
+    if (path.parent / ENVIRONMENT_NAME).exists():
+        return _parsed(content, path.parent, str(path), is_stored=True).model_dump(mode="json")
     return content
 
 
@@ -91,9 +91,9 @@ def parse_config(keys: dict[str, Any], base: Path, *, source: str = "configurati
     return _parsed(keys, base, source)
 
 
-def _parsed(keys: dict[str, Any], base: Path, source: str, *, is_old: bool = False) -> Config:
+def _parsed(keys: dict[str, Any], base: Path, source: str, *, is_stored: bool = False) -> Config:
     try:
-        return Config.model_validate(keys, context={"base": base.resolve(), "is_old": is_old})
+        return Config.model_validate(keys, context={"base": base.resolve(), "is_stored": is_stored})
     except ValidationError as error:
         raise _as_input_error(error, source) from error
 

@@ -184,6 +184,26 @@ def test_a_run_that_was_stored_with_the_keys_of_all_kinds_is_read(tmp_path: Path
         read_config(path)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {**AGENT, "agent.workers": 8, "agent.entry": "play"},
+        {**ALONE, "teacher.kl_in": "loss", "algorithm.reward_norm": "group", "algorithm.pg_clip_low": 3e-4},
+        {"algorithm.loss.path": "l.py", "algorithm.preset": "grpo", "algorithm.importance_sampling": "seq"},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_a_stored_run_has_keys_that_got_an_owner_since(tmp_path: Path, keys: dict[str, Any]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(with_keys(keys) | {"format": 2}))
+    with pytest.raises(InputError, match="has no effect"):
+        read_config(path)
+    (tmp_path / "environment.json").write_text("{}")
+    config = read_config(path)
+    write_config(config, path)
+    assert read_config(path) == config
+
+
 def test_a_configuration_of_a_later_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(MINIMAL | {"format": 3}))
     with pytest.raises(InputError, match="has the format 3"):
