@@ -1,10 +1,8 @@
 """The learner's loop: assemble, log, acknowledge, train, record, publish; a checkpoint now and then.
 
-A step ends with a copy of its weights. If the memory allows, the copy becomes a version beside the next step's
-training: its digest is recorded and its push begins. The order of these stays, and every checkpoint, saved model and
-record of the next step waits for the version's own record. A checkpoint is copied between two steps and written beside
-the next ones. On shared cards a shift of the learner lasts from before the training to the whole checkpoint, and the
-push begins after it.
+A step ends with a copy of its weights, which push/version_pipeline.py makes a version of; its table says which event is
+awaited before which. A checkpoint is copied between two steps and written beside the next ones. On shared cards a shift
+of the learner lasts from before the training to the whole checkpoint, and the push begins after it.
 
 consumes: batches (intake.py) and the events StopRequested, PromptsExhausted, EvaluationDone, Finished.
 produces: step files, log/policy.jsonl, pushes, VersionLive, StepDone, TrainingDone. Its parts produce settlements and
@@ -15,14 +13,12 @@ waits for: complete groups, unblocked by reward. At the end for Finished, unbloc
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import structlog
-from torch import Tensor
 
 from gspo.common.service.app import Service
 from gspo.common.service.failure import in_step
@@ -34,9 +30,10 @@ from gspo.learner.assembly.rows import TokenRecord
 from gspo.learner.checkpointing import CheckpointWriter
 from gspo.learner.evaluation_gate import EvaluationGate
 from gspo.learner.intake import Intake
-from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.publisher import Publisher
 from gspo.learner.push.shifts import LearnerShifts, ShiftStoppedError
+from gspo.learner.push.version_pipeline import VersionPipeline
 from gspo.learner.recovery import RecoveredState, hyperparameters_of
 from gspo.learner.run_end import RunEndCondition, RunFailedError
 from gspo.learner.step_report import StepClock, StepPhase, StepReport
@@ -44,11 +41,7 @@ from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.token_account import TokenAccount
 from gspo.learner.trainer_thread import TrainerThread
-from gspo.learner.training.trainer_api import (
-    Hyperparameters,
-    NotFiniteError,
-    TrainResult,
-)
+from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult
 from gspo_proto.learner_pb2 import CheckpointReply, GroupRange, ProgressReply, ResultsReply
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
@@ -73,6 +66,7 @@ class Learner:
         trainer: Trains a step and writes its state, in a thread.
         publisher: Pushes the newest policy version to the generators.
         tokens: Keeps the token ledger.
+        versions: Makes and publishes the version of each step.
         intake: Takes scored rollouts in and gives out the next batch.
         checkpoints: Writes a checkpoint when one is due or requested.
 
@@ -104,11 +98,7 @@ class Learner:
         self._gate = EvaluationGate(service.config, run_dir, service.activity)
         self._trained_s = run_dir.trained_s
         # Without a lag no step begins before the version is served.
-        self._is_beside = keeps_copies and service.config.staleness.max_lag > 0
-        # Step -> its groups, until its version is on record.
-        self._groups_in_training: dict[int, tuple[int, ...]] = {}
-        # Makes the version of the step before, publishes and reports it.
-        self._finishing: asyncio.Task[None] | None = None
+        self._overlaps = keeps_copies and service.config.staleness.max_lag > 0
         self._shifts, self._disk = shifts, disk
         shifts.is_stopped = lambda: self._end.is_stopped
         self.trainer = TrainerThread(recovered.trainer, shifts, executor, disk, run_dir.path, keeps_copies=keeps_copies)
@@ -128,24 +118,15 @@ class Learner:
             on_end=self.intake.wake,
         )
         self.tokens = TokenAccount(service, run_dir)
+        self.versions = VersionPipeline(run_dir, self.trainer, self.publisher, recovered.weights, self.intake.wake)
         self._trained_version = recovered.weights.version
-        self._make_newest(recovered.weights)
 
     async def run(self) -> None:
         """Train until the run ends, and stay until the coordinator says that it is finished."""
         try:
             await self._start()
             while not (reason := self._reason_to_end()):
-                self.checkpoints.raise_error()
-                batch = await self.intake.next_batch(self._trained_version, self._is_interrupted)
-                self._raise_refusal()
-                if batch is not None:
-                    with in_step(batch.step):
-                        await self._step(batch)
-                if batch is None or self.checkpoints.is_due(self._trained_version):
-                    await self._finish_step()
-                if self.checkpoints.is_due(self._trained_version):
-                    await self.checkpoints.write(self._trained_version)
+                await self._train_next()
                 if not self._reason_to_end():
                     await self._end_shift()
             await self._finish(reason)
@@ -158,16 +139,28 @@ class Learner:
             log.error("run_failed", reason=str(error))
             await self._events.send(Event(finished=Finished(reason=str(error), end=RUN_END_FAILED)))
         finally:
-            if self._finishing is not None:
-                self._finishing.cancel()
+            self.versions.close()
+
+    async def _train_next(self) -> None:
+        """A step with the next batch, if nothing interrupts the wait for it; then a checkpoint if one is due."""
+        self.checkpoints.raise_error()
+        batch = await self.intake.next_batch(self._trained_version, self._is_interrupted)
+        self._raise_refusal()
+        if batch is not None:
+            with in_step(batch.step):
+                await self._step(batch)
+        if batch is None or self.checkpoints.is_due(self._trained_version):
+            await self.versions.finish()
+            if self.checkpoints.is_due(self._trained_version):
+                await self.checkpoints.write(self._trained_version)
 
     async def _start(self) -> None:
         await self._save_candidate()
-        self._publish(self._newest)
+        newest = self.versions.newest
+        self._publish(newest)
         await self._shifts.end()
         self._service.problems.clear()
         metrics.STEP_TIMESTAMP.set_to_current_time()
-        newest = self._newest
         log.info("learner_ready", version=newest.version, digest=newest.digest[:12], epoch=self._run_dir.epoch)
 
     def _reason_to_end(self) -> str:
@@ -175,8 +168,7 @@ class Learner:
 
     def _is_interrupted(self) -> bool:
         """Whether the run's end, a request for a checkpoint, or something that failed comes before the next batch."""
-        has_failed = self._finishing is not None and self._finishing.done() and bool(self._finishing.exception())
-        has_failed = has_failed or self.checkpoints.has_failed or bool(self.publisher.refusal)
+        has_failed = self.versions.has_failed or self.checkpoints.has_failed or bool(self.publisher.refusal)
         return has_failed or bool(self._reason_to_end()) or self.checkpoints.is_requested
 
     def _raise_refusal(self) -> None:
@@ -197,7 +189,7 @@ class Learner:
             live_unix_s=self.publisher.live_unix_s,
             evaluated_unix_s=self._gate.recorded_unix_s,
         )
-        self._groups_in_training[step] = batch.groups
+        self.versions.begin(batch)
         with activity.doing("logging", f"step {step}"):
             await asyncio.to_thread(self._run_dir.write_step, step, batch.rows)
             await self.intake.acknowledge_trained(batch.rows)
@@ -212,21 +204,14 @@ class Learner:
             trained = await self._train(batch, hyperparameters)
         is_awaited = self._is_version_awaited(step)
         with activity.doing("making version", str(step)):
-            # Then there is memory for a copy: of the earlier versions only the newest is still whole.
-            await self.publisher.wait_until_packed()
-            making = asyncio.create_task(self._make_version(step, await self.trainer.policy(), hyperparameters))
-            if is_awaited:
-                await making
+            await self.versions.make(step, hyperparameters, is_awaited=is_awaited)
         self._clock.end_phase(StepPhase.MAKE_VERSION)
         await self._hold(step)
         figures = trained.metrics | self._clock.end_step(step) | self.intake.untrained.take_metrics()
         self._trained_version, self._trained_s = step, self._trained_s + figures["step_s"]
-        self._finishing = asyncio.create_task(
-            self._publish_step(batch, trained.tokens, making, figures, is_beside=not is_awaited)
-        )
-        self._finishing.add_done_callback(lambda _: self.intake.wake())
+        self.versions.report(step, partial(self._publish_step, batch, trained.tokens, figures))
         if is_awaited:
-            await self._finish_step()
+            await self.versions.finish()
             await self._save_candidate()
 
     async def _train(self, batch: Batch, hyperparameters: Hyperparameters) -> TrainResult:
@@ -240,63 +225,38 @@ class Learner:
             # A version that takes longer than this step's training is waited for in the next phase.
             self._clock.end_training(trained.probe_s)
         finally:
-            await self._finish_step()
+            await self.versions.finish()
         await self._report.report_not_applied(batch.step, trained.not_applied)
         return trained
-
-    def _is_version_awaited(self, step: int) -> bool:
-        """Whether the version of a step is on record before the next step begins: also where something needs it."""
-        return (
-            not self._is_beside
-            or self._gate.holds(step - 1)
-            or self._gate.is_candidate(step)
-            or self.checkpoints.is_due(step)
-        )
-
-    async def _make_version(
-        self, step: int, tensors: dict[str, Tensor], hyperparameters: Hyperparameters
-    ) -> tuple[PolicyWeights, float]:
-        """The version of a copy, recorded and the newest, and the seconds that this took.
-
-        Raises:
-            NotFiniteError: It has weights that are not finite; there is no record of it.
-        """
-        began = time.monotonic()
-        weights = await asyncio.to_thread(weights_from, step, tensors)
-        await asyncio.to_thread(
-            self._run_dir.append_version, step, weights.digest, weights.dtype, asdict(hyperparameters)
-        )
-        self._make_newest(weights)
-        return weights, time.monotonic() - began
 
     async def _publish_step(
         self,
         batch: Batch,
         tokens: Sequence[TokenRecord],
-        making: Awaitable[tuple[PolicyWeights, float]],
         figures: dict[str, float],
-        *,
-        is_beside: bool,
+        weights: PolicyWeights,
+        beside_s: float,
     ) -> None:
-        """Publish a step's version once it is made, and report the step."""
-        with in_step(batch.step):
-            weights, seconds = await making
-            # Generators wait for the weights; nothing waits for the report.
-            self._publish(weights)
-            await asyncio.to_thread(self._run_dir.steplog.write_tokens, batch.step, tokens)
-            figures = {**figures, "version_beside_s": seconds if is_beside else 0.0}
-            await self._report.report(batch, weights.digest, figures)
-            await self.tokens.record(batch.step)
+        """Publish the version of a step, and report the step."""
+        # Generators wait for the weights; nothing waits for the report.
+        self._publish(weights)
+        await asyncio.to_thread(self._run_dir.steplog.write_tokens, batch.step, tokens)
+        await self._report.report(batch, weights.digest, {**figures, "version_beside_s": beside_s})
+        await self.tokens.record(batch.step)
 
-    async def _finish_step(self) -> None:
-        """Wait until the version of the last step is on record, published and reported.
+    def _publish(self, weights: PolicyWeights) -> None:
+        """Push a version to every generator, beside the next step."""
+        self._clock.publish(weights.version)
+        self.publisher.publish(weights)
 
-        Raises:
-            NotFiniteError: It has weights that are not finite.
-        """
-        if self._finishing is not None:
-            await self._finishing
-            self._finishing = None
+    def _is_version_awaited(self, step: int) -> bool:
+        """Whether the version of a step is on record before the next step begins: also where something needs it."""
+        return (
+            not self._overlaps
+            or self._gate.holds(step - 1)
+            or self._gate.is_candidate(step)
+            or self.checkpoints.is_due(step)
+        )
 
     async def _hold(self, step: int) -> None:
         """Wait for the evaluations of the version before a step's."""
@@ -309,26 +269,14 @@ class Learner:
             self._clock.add_between(StepPhase.SHIFT, await self._shifts.end())
             self.publisher.wake()
 
-    def _make_newest(self, weights: PolicyWeights) -> None:
-        """The version is on record, and so the newest; the groups that made it may free their slots."""
-        self._newest = weights
-        self._groups_in_training.pop(weights.version, None)
-        metrics.POLICY_VERSION.set(weights.version)
-        metrics.STEP.set(weights.version)
-
-    def _publish(self, weights: PolicyWeights) -> None:
-        """Push a version to every generator, beside the next step."""
-        self._clock.publish(weights.version)
-        self.publisher.publish(weights)
-
     async def _announce_live(self, live: VersionLive) -> None:
         self._clock.live(live.version)
         await self._events.send(Event(version_live=live))
 
     async def _finish(self, reason: str) -> None:
         """Settle open groups (not after a stop: a resume trains them), save, and wait for the coordinator."""
-        await self._finish_step()
-        version = self._newest.version
+        await self.versions.finish()
+        version = self.versions.newest.version
         self._end.finish_training(reason)
         await self._settle_unused()
         await self.checkpoints.write(version, is_last=True)
@@ -342,10 +290,9 @@ class Learner:
 
     async def _announce_end(self) -> None:
         """Say how training has ended, and wait for the coordinator."""
-        version, reason = self._newest.version, self._end.done_reason
-        done = TrainingDone(
-            step=version, version=version, digest=self._newest.digest, reason=reason, end=self._end.kind
-        )
+        newest, reason = self.versions.newest, self._end.done_reason
+        version, digest = newest.version, newest.digest
+        done = TrainingDone(step=version, version=version, digest=digest, reason=reason, end=self._end.kind)
         await self._events.send(Event(training_done=done))
         log.info("training_done", step=version, reason=reason)
         self._service.activity.set("waiting", "coordinator", "the last evaluation")
@@ -366,7 +313,7 @@ class Learner:
 
     async def _save_candidate(self, *, last: bool = False) -> None:
         """Save the newest version as a model folder if it will be measured, and the best version is kept."""
-        version = self._newest.version
+        version = self.versions.newest.version
         await self.trainer.write(
             "a version that may be the best",
             lambda trainer: self._gate.save_candidate(version, trainer.export, last=last),
@@ -404,15 +351,13 @@ class Learner:
 
     def progress(self) -> ProgressReply:
         """The learner's account of the run, for the coordinator."""
-        # Those in training are settled on disk, but their slots are free only when their version is the newest.
-        in_training = [group for groups in self._groups_in_training.values() for group in groups]
-        settlements = self._run_dir.settlements.without(in_training)
+        settlements, newest = self._run_dir.settlements.without(self.versions.groups_in_training), self.versions.newest
         return ProgressReply(
             run=self._service.config.name,
             epoch=self._run_dir.epoch,
-            step=self._newest.version,
-            version=self._newest.version,
-            digest=self._newest.digest,
+            step=newest.version,
+            version=newest.version,
+            digest=newest.digest,
             settled=[GroupRange(first=first, last=last) for first, last in settlements.ranges()],
             counts=settlements.counts(),
             live_version=self.publisher.live_version,
@@ -428,11 +373,11 @@ class Learner:
     def facts(self) -> dict[str, Any]:
         """Fields that the learner adds to its heartbeat."""
         return {
-            "step": self._newest.version,
-            "version": self._newest.version,
+            "step": self.versions.newest.version,
+            "version": self.versions.newest.version,
             "epoch": self._run_dir.epoch,
             "generators": self.publisher.describe(),
             "notices": self._notices,
-            "works_beside": self._disk.is_writing or (self._finishing is not None and not self._finishing.done()),
+            "works_beside": self._disk.is_writing or self.versions.is_busy,
             "shift": self._shifts.describe(),
         }

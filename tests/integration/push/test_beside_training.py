@@ -25,9 +25,8 @@ from gspo.common.config.schema import Config
 from gspo.common.streams.events import Events
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import Activity
-from gspo.learner import loop
 from gspo.learner.app import run_learner
-from gspo.learner.push import copy_memory
+from gspo.learner.push import copy_memory, version_pipeline
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.recovery import recover
 from gspo.learner.storage.run_directory import RunDir
@@ -72,7 +71,7 @@ class StoppedMaking:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits, self.may_go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr(loop, "weights_from", self)
+        monkeypatch.setattr(version_pipeline, "weights_from", self)
 
     def __call__(self, version: int, tensors: dict[str, Any]) -> PolicyWeights:
         if version == 1:
