@@ -43,6 +43,9 @@ _TEXTS = {
     "step": _COLUMNS["step"], "group": _COLUMNS["group"], "number": _COLUMNS["number"],
     **{name: Column("VARCHAR", name) for name in ("prompt", "text", "turns_json")},
 }  # fmt: skip
+# Of the rollouts of a page alone: the ends of their answers, where a result stands, and the data's columns if short.
+_TEXT_ENDS = """right(text, 160) AS answer,
+    CASE WHEN length(columns_json) <= 10000 THEN columns_json ELSE '' END AS columns_json"""
 # In memory, over all runs of the page: rollouts, and characters of texts. Both are compressed to about a third.
 _MOST_ROLLOUTS, _MOST_BYTES = 4_000_000, 400_000_000
 _OF_ONE = 'step = ? AND "group" = ?'
@@ -137,9 +140,21 @@ class LogQuery:
         self._texts = StepTable(self._connection, "texts", _TEXTS, size, int(share * _MOST_BYTES))
 
     def rollouts(self, chosen: Filter) -> tuple[int, list[dict[str, Any]]]:
-        """The number of rollouts that pass, and those of the page, without their long columns."""
+        """The number of rollouts that pass, and those of the page, with ends of answers and columns of the data."""
         with self._alone():
-            return self._of_present_files(lambda: self._page(chosen))
+            total, rows = self._of_present_files(lambda: self._page(chosen))
+            return total, self._of_present_files(lambda: self._with_texts(rows))
+
+    def _with_texts(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows of a page with `answer` and `columns_json`, which the table in memory lacks."""
+        texts: dict[tuple[int, int, int], dict[str, Any]] = {}
+        for step in {row["step"] for row in rows}:
+            groups = list({row["group"] for row in rows if row["step"] == step})
+            sql = f'SELECT step, "group", number, {_TEXT_ENDS} FROM {READ} WHERE list_contains(?, "group")'
+            for row in self._ask_file(step_file(self._folder, step), sql, [groups]):
+                texts[row["step"], row["group"], row["number"]] = row
+        lost = {"answer": "", "columns_json": ""}
+        return [row | texts.get((row["step"], row["group"], row["number"]), lost) for row in rows]
 
     def unreadable(self) -> list[str]:
         """The step files that the last question could not read, each with the reason."""
@@ -171,8 +186,8 @@ class LogQuery:
         return self._page(replace(chosen, page=1))[0], []
 
     def group(self, step: int, group: int) -> list[dict[str, Any]]:
-        """The rollouts of a group with prompt and answer, by number; empty where there is none."""
-        sql = f"SELECT {_SHOWN}, prompt AS whole_prompt, text FROM {READ} WHERE {_OF_ONE} ORDER BY number"
+        """The rollouts of a group with prompt, answer and the data's columns, by number; empty where there is none."""
+        sql = f"SELECT {_SHOWN}, prompt AS whole_prompt, text, columns_json FROM {READ} WHERE {_OF_ONE} ORDER BY number"
         return self._ask_file(step_file(self._folder, step), sql, (step, group))
 
     def clip_rows(self, step: int, group: int) -> dict[int, dict[str, Any]]:

@@ -39,6 +39,7 @@ def run_dir(tmp_path: Path, scored: MakeScored) -> Path:
                 mini_batch=0,
                 text=f"{HOSTILE} answer {number}",
                 outcome="eos" if number else "truncated",
+                columns_json=json.dumps({"answer": "42", HOSTILE: [HOSTILE], "level": 3}),
             )
             for number in range(4)
         ]
@@ -63,6 +64,18 @@ def test_rollouts_are_filtered_sorted_and_linked(client: TestClient) -> None:
     assert "2 rollouts" in client.get("/rollouts", params={"outcome": "truncated"}).text
     assert "2 rollouts" in client.get("/rollouts", params={"q": "answer 2"}).text
     assert "0 rollouts" in client.get("/rollouts", params={"q": "' OR true --"}).text
+
+
+def test_prompt_answer_right_answer_and_reward_stand_in_a_row(client: TestClient) -> None:
+    row = next(row for row in client.get("/rollouts").text.split("<tr>") if "/steps/2/groups/20/3" in row)
+    cells = [" ".join(cell.split()) for cell in row.split("<td")]
+    assert "answer 3" in cells[5] and "answer <bdi>42</bdi>" in cells[6] and "level <bdi>3</bdi>" in cells[6]
+    assert cells[7] == ">0.75</td>"
+    for path in ("/steps/2/groups/20", "/steps/2/groups/20/3"):
+        assert '<tr><th scope="row">answer</th><td class="prompt"><bdi>42</bdi></td></tr>' in client.get(path).text
+    page = client.get("/steps/2/groups/20/3").text
+    assert 'rel="prev" href="/steps/2/groups/20/2"' in page and 'rel="next"' not in page
+    assert 'rel="next" href="/steps/2/groups/20/1"' in client.get("/steps/2/groups/20/0").text
 
 
 def test_a_group_says_why_it_shows_no_clip(client: TestClient, run_dir: Path) -> None:

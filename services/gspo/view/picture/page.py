@@ -34,6 +34,12 @@ _STYLES, _SCRIPTS = ("style.css", "uplot/uPlot.min.css"), ("uplot/uPlot.iife.min
 FILES = dict.fromkeys(_STYLES, "text/css") | dict.fromkeys((*_SCRIPTS, "follow.js", "trial.js"), "text/javascript")
 
 
+def _columns(text: str) -> dict[str, str]:
+    """The data's columns of a rollout by name, each as text: a right answer, and what else rewards may take."""
+    values = json.loads(text or "{}").items()
+    return {str(name): value if isinstance(value, str) else json.dumps(value) for name, value in values}
+
+
 class Templates:
     """The templates of a run's page.
 
@@ -56,6 +62,7 @@ class Templates:
         self._environment.filters.update(
             visible=visible,
             parts=lambda text: json.loads(text or "[]"),
+            columns=_columns,
             cut=lambda text: visible(text[:MAX_CHARS]),
             figure=lambda value: "none" if value is None else f"{value:.4g}",
             number=lambda value: "none" if value is None else f"{value:.3f}",
