@@ -16,8 +16,10 @@ from gspo.cli.monitor.service_states import service_states
 from gspo.common.config.loading import CONFIG_NAME, write_config
 from gspo.common.config.schema import Config
 from gspo.common.network.http_server import HttpServer
+from gspo.common.telemetry.findings import Finding
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.storage.run_directory import RunDir
+from gspo.runlog.checks import write_checks
 from gspo.runlog.pushes import PushRecord
 from gspo.runlog.token_ledger import LedgerRecord
 from gspo.view.http_api import make_page
@@ -85,6 +87,25 @@ def test_the_page_shows_the_pushes_of_the_newest_versions(client: TestClient) ->
     nine = '<th scope="row">9</th><td>0</td><td>2</td><td>2.5</td><td>0.00 s</td><td>1: refused &lt;b&gt;</td>'
     assert text.index(ten) < text.index(nine)
     assert "1 pushes of the run failed" in text
+
+
+def test_a_finding_of_the_start_stays_and_no_caption_denies_it(config: Config, tmp_path: Path) -> None:
+    write_config(config, tmp_path / CONFIG_NAME)
+    with RunDir(tmp_path) as run:
+        train(run, 1, 2, clipped_sequences=0.1)
+    (tmp_path / "log/evaluations.jsonl").write_text(
+        "".join(
+            json.dumps({"version": n, "step": n, "unix_s": 1.0 + n, "figures": {"sampled_mean": 0.2, "num_prompts": 4}})
+            + "\n"
+            for n in (0, 2)
+        )
+    )
+    client = TestClient(make_page([ViewedRun("run", tmp_path)], []), base_url="http://127.0.0.1")
+    assert "prompts never trained on" in client.get("/").text
+    write_checks(tmp_path / "log", [Finding("held_out_in_training", "4 of 4 prompts <b>", tries=("other ones",))])
+    text = TestClient(make_page([ViewedRun("run", tmp_path)], []), base_url="http://127.0.0.1").get("/").text
+    assert "<b>held_out_in_training</b>: 4 of 4 prompts &lt;b&gt;." in text and "Try other ones" in text
+    assert "prompts never trained on" not in text and "some are also trained on" in text
 
 
 def test_findings_link_the_first_and_the_last_step_of_each(config: Config, tmp_path: Path) -> None:
