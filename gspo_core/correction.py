@@ -23,7 +23,7 @@ def behavior_weights(
     *,
     behavior_correction: str,
     behavior_level: str = "sequence",
-    bounds: tuple[float, float] | None = None,
+    bounds: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
     """w = old policy over behavior policy, within `bounds` = (lowest, highest), for every token.
 
@@ -32,26 +32,20 @@ def behavior_weights(
 
     `product` is exp(sum_t m_it (old_it - behavior_it)), the exact weight of a sequence, for all of its tokens.
 
-        none      w = 1, every token kept
         truncate  w clamped to the bounds, every token kept
         mask      w as it is, only tokens (with level sequence: whole sequences) inside the bounds kept
 
     All tensors [B, T]; returns (weight_BT, keep_BT), detached: the weight multiplies the token's advantage. Where
     keep is false the weight is 0 and the caller takes the token out of the mask, so that it leaves L_i, and with
     its last token a sequence leaves N. Outside the mask the weight is that of its sequence, or 1.
-    ValueError: shapes, an unknown kind or level, bounds missing, beside "none", or not 0 <= lowest <= 1 <= highest.
+    ValueError: shapes, an unknown kind or level, bounds that are not 0 <= lowest <= 1 <= highest.
     """
     w_BT = _weights(old_logp_BT, behavior_logp_BT, mask_BT, behavior_level)
-    all_BT = torch.ones_like(w_BT, dtype=torch.bool)
-    if behavior_correction == "none":
-        if bounds is not None:
-            raise ValueError(f"bounds is {bounds} and behavior_correction 'none'; leave the bounds out")
-        return (torch.ones_like(w_BT), all_BT)
     if behavior_correction not in ("truncate", "mask"):
-        raise ValueError(f"behavior_correction is {behavior_correction!r}; it must be 'none', 'truncate' or 'mask'")
+        raise ValueError(f"behavior_correction is {behavior_correction!r}; it must be 'truncate' or 'mask'")
     lowest, highest = _checked(bounds)
     if behavior_correction == "truncate":
-        return (w_BT.clamp(lowest, highest), all_BT)
+        return (w_BT.clamp(lowest, highest), torch.ones_like(w_BT, dtype=torch.bool))
     keep_BT = (w_BT >= lowest) & (w_BT <= highest)
     return (torch.where(keep_BT, w_BT, 0.0), keep_BT)
 
@@ -95,7 +89,7 @@ def _weights(old_logp_BT: Tensor, behavior_logp_BT: Tensor, mask_BT: Tensor, beh
     return torch.exp(log_w_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
-def _checked(bounds: tuple[float, float] | None) -> tuple[float, float]:
-    if bounds is None or not 0 <= bounds[0] <= 1 <= bounds[1] < math.inf:
+def _checked(bounds: tuple[float, float]) -> tuple[float, float]:
+    if not 0 <= bounds[0] <= 1 <= bounds[1] < math.inf:
         raise ValueError(f"bounds is {bounds}; it must be (lowest, highest) with 0 <= lowest <= 1 <= highest")
     return bounds

@@ -17,7 +17,6 @@ MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
 @pytest.mark.parametrize(
     ("kind", "bounds", "weights", "kept"),
     [
-        ("none", None, [1, 1, 1], [True, True, True]),
         ("truncate", (0.5, 1.1), [1.1, 0.5, 1], [True, True, True]),
         ("truncate", (0.0, 2.0), [math.exp(0.2), math.exp(-2), 1], [True, True, True]),
         ("mask", (0.5, 2.0), [math.exp(0.2), 0, 1], [True, False, True]),
@@ -25,7 +24,7 @@ MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
     ],
 )
 def test_a_weight_for_each_sequence(
-    kind: str, bounds: tuple[float, float] | None, weights: list[Any], kept: list[Any]
+    kind: str, bounds: tuple[float, float], weights: list[Any], kept: list[Any]
 ) -> None:
     weight_BT, keep_BT = behavior_weights(OLD, BEHAVIOR, MASK, behavior_correction=kind, bounds=bounds)
     assert weight_BT.shape == keep_BT.shape == OLD.shape
@@ -92,10 +91,8 @@ def test_what_is_reported_is_counted_over_tokens_and_before_the_bounds() -> None
     [
         ({"behavior_correction": "clip"}, "behavior_correction is 'clip'"),
         ({"behavior_level": "word"}, "behavior_level is 'word'"),
-        ({"bounds": None}, "bounds is None"),
         ({"bounds": (1.5, 2.0)}, "0 <= lowest <= 1 <= highest"),
         ({"bounds": (0.5, math.inf)}, "0 <= lowest <= 1 <= highest"),
-        ({"behavior_correction": "none"}, "leave the bounds out"),
     ],
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:

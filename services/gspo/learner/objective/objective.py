@@ -83,13 +83,7 @@ class Objective:
         algorithm = self._algorithm
         old_BT, reference_BT = columns.get(OLD, batch.behavior_BT), columns.get(REFERENCE)
         teacher_BT = columns.get(TEACHER)
-        # Under `inference` old is behavior: there each update's own log-probs are compared (_without_outliers).
-        is_compared = algorithm.old_logprobs == "recompute"
-        kind, level = algorithm.behavior_correction if is_compared else "none", algorithm.behavior_level
-        compared = old_BT, batch.behavior_BT, batch.mask_BT
-        bounds = algorithm.behavior_bounds if is_compared else None
-        weight_BT, keep_BT = behavior_weights(*compared, behavior_correction=kind, behavior_level=level, bounds=bounds)
-        stats = {} if bounds is None else behavior_stats(*compared, behavior_level=level, bounds=bounds)
+        weight_BT, keep_BT, stats = self._correction("recompute", old_BT, batch.behavior_BT, batch.mask_BT)
         mask_BT = batch.mask_BT & keep_BT
         lowered_by = []
         if algorithm.add_token_level_kl and reference_BT is not None:
@@ -151,7 +145,9 @@ class Objective:
             return aggregate_loss(l_RT, mask_RT, **aggregated)
 
         old_RT, advantage_RT = micro.take(targets.old_BT), micro.take(targets.advantage_BT)
-        advantage_RT, stats = self._without_outliers(logp_RT, old_RT, advantage_RT, mask_RT)
+        # This mask is known only after the forward pass, so its tokens stay in L_i, N and M, as clipped ones do.
+        _, keep_RT, stats = self._correction("inference", logp_RT.detach(), old_RT, mask_RT)
+        advantage_RT = torch.where(keep_RT, advantage_RT, 0.0)
         reference_RT, teacher_RT, branch_RT = (
             None if x_BT is None else micro.take(x_BT)
             for x_BT in (targets.reference_BT, targets.teacher_BT, targets.branch_BT)
@@ -175,12 +171,6 @@ class Objective:
         for name, x_RT in seen.items():
             stats |= mean_stats(name, x_RT, mask_RT)
         return sum(terms[1:], terms[0]), stats | policy
-
-    def compare(
-        self, logp_BT: Tensor, behavior_BT: Tensor, mask_BT: Tensor, counted_BT: Tensor, branch_BT: Tensor | None
-    ) -> Stats:
-        """As figures.compared_stats."""
-        return figures.compared_stats(self._algorithm, logp_BT, behavior_BT, mask_BT, counted_BT, branch_BT)
 
     def figures(self, batch: StepBatch, targets: StepTargets, stats: Stats, *, is_fresh: bool) -> dict[str, float]:
         """The figures of a step by their public names.
@@ -226,17 +216,16 @@ class Objective:
             reference_length=algorithm.pg_clip_reference_length,
         )
 
-    def _without_outliers(
-        self, logp_RT: Tensor, behavior_RT: Tensor, advantage_RT: Tensor, mask_RT: Tensor
-    ) -> tuple[Tensor, Stats]:
-        """Advantages, 0 at tokens that a mask under `old_logprobs: inference` takes out, and figures of its weights.
+    def _correction(
+        self, old_logprobs: str, logp_BT: Tensor, behavior_BT: Tensor, mask_BT: Tensor
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """The behavior correction of a run with these old_logprobs: weights, the tokens that it keeps, and its figures.
 
-        The mask is known only after the forward pass, so its tokens stay in L_i, N and M, as clipped ones do.
+        Under `inference` old is behavior, and each update's own log-probs are compared.
         """
         algorithm, bounds = self._algorithm, self._algorithm.behavior_bounds
-        if bounds is None or algorithm.old_logprobs != "inference":
-            return advantage_RT, {}
-        compared, level = (logp_RT.detach(), behavior_RT, mask_RT), algorithm.behavior_level
-        _, keep_RT = behavior_weights(*compared, behavior_correction="mask", behavior_level=level, bounds=bounds)
-        stats = behavior_stats(*compared, behavior_level=level, bounds=bounds)
-        return torch.where(keep_RT, advantage_RT, 0.0), stats
+        if bounds is None or algorithm.old_logprobs != old_logprobs:
+            return torch.ones_like(behavior_BT), mask_BT, {}
+        compared, level = (logp_BT, behavior_BT, mask_BT), algorithm.behavior_level
+        kind, stats = algorithm.behavior_correction, behavior_stats(*compared, behavior_level=level, bounds=bounds)
+        return *behavior_weights(*compared, behavior_correction=kind, behavior_level=level, bounds=bounds), stats

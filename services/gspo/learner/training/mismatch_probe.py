@@ -39,7 +39,7 @@ class MismatchProbe(PassObserver):
     Args:
         engine: Has the weights.
         passes: Score rollouts.
-        compare: As Objective.compare.
+        compare: As objective.figures.compared_stats, of a run's algorithm.
         every: Steps between two measurements; 0 for none.
     """
 

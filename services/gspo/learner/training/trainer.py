@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +23,7 @@ from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import MicroBatch, StepBatch
 from gspo.learner.model.flop_counts import count_flops
 from gspo.learner.model.routing_replay import RoutingReplay
-from gspo.learner.objective.figures import at_start
+from gspo.learner.objective.figures import at_start, compared_stats
 from gspo.learner.objective.objective import OLD, TEACHER, Objective, StepTargets
 from gspo.learner.ranks.process_group import sum_stats
 from gspo.learner.training.mismatch_probe import MismatchProbe
@@ -64,7 +65,8 @@ class Trainer:
         self._replay = RoutingReplay(self.engine.routers, self.engine.sequence_ranks, self.engine.device)
         flops = count_flops(self.engine.model.causal_lm)
         self._scorers = scorers_of(config, self.engine, flops, self._replay.recording)
-        self._probe = MismatchProbe(self.engine, self._passes, self._objective.compare, config.learner.mismatch_every)
+        compare = partial(compared_stats, config.algorithm)
+        self._probe = MismatchProbe(self.engine, self._passes, compare, config.learner.mismatch_every)
         self._recorder = TokenRecorder(is_on=config.learner.token_records)
         self._flops = FlopCount(flops, [scorer.flops for scorer in self._scorers])
         self._observers = self._replay, self._probe, self._recorder, self._flops
