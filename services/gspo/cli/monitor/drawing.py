@@ -18,7 +18,7 @@ from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import Verdict, verdict
 from gspo.common.telemetry.clip_causes import clip_causes_line, mismatch_line
 from gspo.common.telemetry.gpu_use import gpu_use_line
-from gspo.common.telemetry.step_time import duration, seconds_beside, seconds_by_function
+from gspo.common.telemetry.step_time import duration, overlapped_seconds, seconds_by_function
 
 STYLES = {"step": "", "note": "cyan", "warning": "yellow", "error": "bold red"}
 # A longer wait is highlighted.
@@ -65,7 +65,7 @@ def _step_time(bound: Verdict, steps: Sequence[dict[str, float]]) -> list[Render
         bar = ProgressBar(1.0, share.share, _BAR_WIDTH)
         names = f" ({', '.join(functions)})" if share.cause == "reward" and functions else ""
         table.add_row(f"{share.share:4.0%}", f"{share.seconds:.2f} s", bar, share.in_words + names)
-    for words, seconds in seconds_beside(*steps[-bound.steps :]).items():
+    for words, seconds in overlapped_seconds(*steps[-bound.steps :]).items():
         table.add_row("", f"{seconds:.2f} s", "", words)
     lines = [use] if (use := gpu_use_line(steps[-bound.steps :])) else []
     lines += [f"bound by {bound.stage}: {bound.because}", *(f"  try {change}" for change in bound.change)]

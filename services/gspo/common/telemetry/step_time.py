@@ -67,7 +67,7 @@ def shares(*steps: Mapping[str, float]) -> list[Share]:
     return sorted(step_shares, key=lambda share: -share.seconds)
 
 
-def seconds_beside(*steps: Mapping[str, float]) -> dict[str, float]:
+def overlapped_seconds(*steps: Mapping[str, float]) -> dict[str, float]:
     """Mean seconds a step of the work beside the learner's own, in words; without work that took no time."""
     means = {words: sum(step.get(name, 0.0) for step in steps) / len(steps) for name, words in BESIDE.items() if steps}
     return {words: seconds for words, seconds in means.items() if seconds > 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo.common.telemetry.step_time import seconds_beside, seconds_by_cause, seconds_by_function, shares
+from gspo.common.telemetry.step_time import overlapped_seconds, seconds_by_cause, seconds_by_function, shares
 
 STEP = {
     "wait_s": 5.0, "wait_push_s": 0.5, "wait_queue_s": 1.0, "wait_generation_s": 2.0, "wait_reward_s": 1.5,
@@ -39,5 +39,5 @@ def test_a_function_is_known_by_the_wait_for_it() -> None:
 def test_work_beside_the_learner_s_own_is_no_part_of_the_step() -> None:
     beside = STEP | {"version_beside_s": 1.0}
     assert seconds_by_cause(beside) == seconds_by_cause(STEP)
-    assert seconds_beside(beside, STEP) == {"making the version of the step before, beside training": 0.5}
-    assert seconds_beside(STEP) == seconds_beside() == {}
+    assert overlapped_seconds(beside, STEP) == {"making the version of the step before, beside training": 0.5}
+    assert overlapped_seconds(STEP) == overlapped_seconds() == {}
