@@ -39,7 +39,7 @@ class CheckpointWriter:
 
     Args:
         moments: The assembler's running moments, which it updates in place.
-        is_beside: Whether the memory holds a copy of the states, to be written beside training.
+        is_overlapped: Whether the memory holds a copy of the states, to be written beside training.
         on_end: Called when a checkpoint that was written beside training is whole or has failed.
     """
 
@@ -52,12 +52,12 @@ class CheckpointWriter:
         events: Events,
         clock: StepClock,
         *,
-        is_beside: bool,
+        is_overlapped: bool,
         on_end: Callable[[], None],
     ) -> None:
         self._config, self._activity = service.config.run, service.activity
         self._run_dir, self._trainer, self._moments = run_dir, trainer, moments
-        self._events, self._clock, self._is_beside, self._on_end = events, clock, is_beside, on_end
+        self._events, self._clock, self._is_overlapped, self._on_end = events, clock, is_overlapped, on_end
         # Of the newest checkpoint, also while it is written.
         self._newest_step = run_dir.checkpoints.newest() or 0
         self._requested: asyncio.Future[CheckpointReply] | None = None
@@ -106,9 +106,9 @@ class CheckpointWriter:
             state = {"moments": asdict(self._moments)}
             if self._run_dir.checkpoints.is_whole(version):
                 self._answer(version, requested)
-            elif self._is_beside and not is_last:
+            elif self._is_overlapped and not is_last:
                 write = await self._trainer.write(_SUBJECT, lambda trainer: self._copy(trainer, version, state))
-                self._writing = asyncio.create_task(self._write_beside(version, write, began, requested))
+                self._writing = asyncio.create_task(self._write_overlapped(version, write, began, requested))
                 self._writing.add_done_callback(lambda _: self._on_end())
             else:
                 await self._trainer.write(_SUBJECT, lambda trainer: self._write_files(trainer, version, state))
@@ -127,7 +127,7 @@ class CheckpointWriter:
     def _copy(self, trainer: TrainerApi, version: int, state: dict[str, Any]) -> WriteCheckpoint:
         return trainer.begin_save(self._run_dir.checkpoints.begin(version), state)
 
-    async def _write_beside(
+    async def _write_overlapped(
         self,
         version: int,
         write: WriteCheckpoint,
@@ -136,7 +136,7 @@ class CheckpointWriter:
     ) -> None:
         """Write the copied states while the loop continues."""
         copied = time.monotonic()
-        await self._trainer.write_beside(_SUBJECT, partial(self._write_copies, version, write))
+        await self._trainer.write_overlapped(_SUBJECT, partial(self._write_copies, version, write))
         await self._complete(version, requested)
         now = time.monotonic()
         self._clock.end_checkpoint(now - began, now - copied)

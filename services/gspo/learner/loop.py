@@ -1,7 +1,7 @@
 """The learner's loop: assemble, log, acknowledge, train, record, publish; a checkpoint now and then.
 
 A step ends with a copy of its weights, which push/version_pipeline.py makes a version of; its table says which event is
-awaited before which. A checkpoint is copied between two steps and written beside the next ones. On shared cards a shift
+awaited before which. A checkpoint is copied between two steps and written beside the next ones. On shared GPUs a shift
 of the learner lasts from before the training to the whole checkpoint, and the push begins after it.
 
 consumes: batches (intake.py) and the events StopRequested, PromptsExhausted, EvaluationDone, Finished.
@@ -74,7 +74,7 @@ class Learner:
         recovered: Trainer and assembler, in the state after the last logged step.
         executor: The one thread in which the trainer was started.
         disk: Waits for free disk space for checkpoints and exported models.
-        shifts: The learner's on shared cards, in the first of which the trainer was started.
+        shifts: The learner's on shared GPUs, in the first of which the trainer was started.
         keeps_copies: Whether the memory holds a version that is made while the next step trains.
         keeps_states: Whether it also holds the states of a checkpoint that is written meanwhile.
     """
@@ -114,7 +114,7 @@ class Learner:
             recovered.assembler.moments,
             self._events,
             self._clock,
-            is_beside=keeps_states,
+            is_overlapped=keeps_states,
             on_end=self.intake.wake,
         )
         self.tokens = TokenAccount(service, run_dir)
@@ -235,13 +235,13 @@ class Learner:
         tokens: Sequence[TokenRecord],
         figures: dict[str, float],
         weights: PolicyWeights,
-        beside_s: float,
+        overlapped_s: float,
     ) -> None:
         """Publish the version of a step, and report the step."""
         # Generators wait for the weights; nothing waits for the report.
         self._publish(weights)
         await asyncio.to_thread(self._run_dir.steplog.write_tokens, batch.step, tokens)
-        await self._report.report(batch, weights.digest, {**figures, "version_beside_s": beside_s})
+        await self._report.report(batch, weights.digest, {**figures, "version_beside_s": overlapped_s})
         await self.tokens.record(batch.step)
 
     def _publish(self, weights: PolicyWeights) -> None:
@@ -264,7 +264,7 @@ class Learner:
         self._clock.end_phase(StepPhase.HOLD)
 
     async def _end_shift(self) -> None:
-        """Hand shared cards back, and wake the generators with the newest version."""
+        """Hand shared GPUs back, and wake the generators with the newest version."""
         if self._shifts.are_needed:
             self._clock.add_between(StepPhase.SHIFT, await self._shifts.end())
             self.publisher.wake()

@@ -177,10 +177,10 @@ class StepClock:
         """Training stood for so long for a checkpoint; it counts to the step after it."""
         self.add_between("checkpoint_s", seconds)
 
-    def end_checkpoint(self, seconds: float, beside_s: float) -> None:
+    def end_checkpoint(self, seconds: float, overlapped_s: float) -> None:
         """A checkpoint is whole, after so long, some of it beside training; that counts to the next step to begin."""
         metrics.CHECKPOINT_SECONDS.observe(seconds)
-        self._between["checkpoint_beside_s"] = self._between.get("checkpoint_beside_s", 0.0) + beside_s
+        self._between["checkpoint_beside_s"] = self._between.get("checkpoint_beside_s", 0.0) + overlapped_s
 
     def add_between(self, column: str, seconds: float) -> None:
         """Work after the last phase of a step took so long; it counts to the step after it."""

@@ -79,7 +79,7 @@ class TrainerThread:
         await self._shifts.begin(subject)
         return await self._call(self._retried(subject, partial(function, self._trainer)))
 
-    async def write_beside(self, subject: str, function: Callable[[], None]) -> None:
+    async def write_overlapped(self, subject: str, function: Callable[[], None]) -> None:
         """Call a function that writes as `write` does, in another thread, beside the trainer."""
         await asyncio.to_thread(self._retried(subject, function))
 
