@@ -18,6 +18,8 @@ EXIT_START_AGAIN = 4
 # Beginning of a line of a check that does not end the run.
 WARNING = "warning: "
 MAX_LISTED = 50
+# A value of other programs may have more levels than Python has frames: below so many it is cut.
+_MOST_LEVELS = 32
 _LONGEST_VALUE = 300
 # A proposal that shares less with the word than this is far-fetched: 'tracking' for 'trainer' has 0.53.
 _LIKE_ENOUGH = 0.6
@@ -109,11 +111,13 @@ def in_yaml(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, levels: int = _MOST_LEVELS) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, Mapping | list | tuple | set | frozenset) and not levels:
+        return "..."
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_plain(key): _plain(item, levels - 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [_plain(item, levels - 1) for item in value]
     return str(value) if isinstance(value, Path) else value
