@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -105,10 +105,6 @@ class Choice:
         """GPUs of each generator."""
         return gpus_of_engine(self.config.generation.engine)
 
-    def missing_bytes(self, *, on_host: bool) -> float:
-        """Bytes that hosts lack, or those that GPUs lack."""
-        return sum(shortage.missing_bytes for shortage in self.shortages if (shortage.place == _HOST) is on_host)
-
 
 def first_fitting(choices: Iterable[Choice]) -> Choice | None:
     """The first choice that fits, else the nearest: bytes that GPUs lack count before those of hosts."""
@@ -122,7 +118,12 @@ def first_fitting(choices: Iterable[Choice]) -> Choice | None:
 
 
 def _lack(choice: Choice) -> tuple[float, float]:
-    return choice.missing_bytes(on_host=False), choice.missing_bytes(on_host=True)
+    """Bytes that GPUs lack, and those that hosts lack."""
+    on_gpus, on_hosts = (
+        sum(short.missing_bytes for short in choice.shortages if (short.place == _HOST) is on_host)
+        for on_host in (False, True)
+    )
+    return on_gpus, on_hosts
 
 
 def ways_to_save(num_gpus: int) -> list[dict[str, Any]]:
@@ -146,13 +147,11 @@ def plan_choice(config: Config, profile: ModelProfile, machine: PlannedMachine) 
         for way in ways_to_save(machine.num_gpus)
     ]
     size = trained_size_of(config, profile)
-    tried = []
+    placements = [on_gpus]
     if not config.staleness.max_lag and machine.num_gpus <= machine.gpus_per_host:
-        in_shifts = on_gpus.model_copy(update={"placement": "shared"})
-        tried.append(first_fitting(choices(in_shifts, profile, size, machine, savings)))
-    if not any(choice and not choice.shortages for choice in tried):
-        tried.append(first_fitting(choices(on_gpus, profile, size, machine, savings)))
-    choice = first_fitting(choice for choice in tried if choice)
+        placements.insert(0, on_gpus.model_copy(update={"placement": "shared"}))
+    every = chain.from_iterable(choices(placed, profile, size, machine, savings) for placed in placements)
+    choice = first_fitting(every)
     return choice and _filled(choice, profile, size, machine)
 
 
