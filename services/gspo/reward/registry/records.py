@@ -324,9 +324,10 @@ class RegisteredName(Stored):
         """One state of two that may have grown apart, independent of their order.
 
         The later origin of each version counts, so a removed version stays removed until it is submitted again. The
-        higher revision decides about the rest. An active version that the other state has removed is retired.
+        higher revision decides about the rest. An active version that the other state has removed is retired. Of equal
+        revisions a retirement counts: else merging the result once more could activate another version.
         """
-        newest = max(self, other, key=lambda name: (name.revision, name.active, name.retired, name.kind))
+        newest = max(self, other, key=lambda name: (name.revision, name.retired, name.active, name.kind))
         origins: dict[str, Origin] = {}
         for state in (self.versions, self.removed, other.versions, other.removed):
             for version, origin in state.items():

@@ -43,6 +43,14 @@ def test_merging_two_states_gives_the_same_in_either_order_and_nothing_twice(
     assert merged.active == "" or merged.active in merged.versions
 
 
+def test_a_merge_that_retires_a_version_stays_so_when_it_meets_its_parts_again() -> None:
+    active = play([("submit", "b" * 64), ("activate", "b" * 64)], [1.0, 1.0])
+    removed = play([("submit", "b" * 64), ("remove", "b" * 64)], [1.0, 1.0])
+    merged = active.merged(removed)
+    assert merged.active == ""
+    assert merged.merged(removed) == merged.merged(active) == merged
+
+
 @given(NAMES)
 def test_a_state_from_before_a_removal_does_not_bring_the_version_back(name: RegisteredName) -> None:
     before = name.with_version("d" * 64, "reward", Origin(by="ann", unix_s=30), activate=False)
