@@ -31,6 +31,8 @@ from gspo.common.planning.model_profile import ModelProfile
 _MOST_REPLICAS, _LEAST_SHARE = 64, 0.05
 _PARALLEL = (1, 2, 4, 8)
 _MIB = 1 << 20
+# Longest rollouts in the KV cache of a generator, below which it gets more GPUs: it would sample few at a time.
+_CACHED_ROLLOUTS = 8
 # ZeRO stage and offload of a single rank and of several, in the order of the time that they cost.
 _STAGES_ALONE = ((0, "none"), (2, "optimizer"), (3, "all"))
 _STAGES = ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "optimizer"), (3, "all"))
@@ -202,7 +204,7 @@ def _on_same_gpus(config: Config, machine: PlannedMachine) -> bool:
 
 
 def _parallels(config: Config, profile: ModelProfile, machine: PlannedMachine) -> list[int]:
-    """GPUs of a generator: the fewest with a cache for a group of longest rollouts, then more, then fewer."""
+    """GPUs of a generator: the fewest with a cache for eight longest rollouts, then more, then fewer."""
     engine, num_gpus = config.generation.engine, machine.num_gpus
     if any(name in engine for name in PARALLEL_ARGUMENTS):
         return [gpus_of_engine(engine)]
@@ -214,12 +216,11 @@ def _parallels(config: Config, profile: ModelProfile, machine: PlannedMachine) -
         and not profile.num_heads % parallel
         and not (config.placement == "shared" and num_gpus % parallel)
     ]
-    group = config.algorithm.longest_branch * config.algorithm.num_return_sequences_in_group
 
     def is_small(parallel: int) -> bool:
         share = engine_share(config)
         memory = generator_memory(config, profile, machine.gpu_bytes, share=share, tensor_parallel=parallel)
-        return memory.tokens < group
+        return memory.tokens < _CACHED_ROLLOUTS * config.algorithm.longest_branch
 
     return sorted(fitting, key=is_small)
 

@@ -61,7 +61,7 @@ def test_a_choice_fits_the_gpus_and_divides_the_work(num_gpus: int) -> None:
         ("Qwen3-8B", 8, 8192, (4, 4, 1, 3, "none", 1)),
         # Of 8 B parameters no ZeRO stage fits one rank, and the other GPU generates.
         ("Qwen3-8B", 2, 8192, (1, 1, 1, 2, "optimizer", 1)),
-        # Beside the weights of 32 B the cache takes no group of longest rollouts.
+        # Beside the weights of 32 B the cache does not take eight longest rollouts.
         ("Qwen3-32B", 8, 8192, (4, 2, 2, 3, "optimizer", 1)),
         ("Qwen3-32B", 8, 32_768, (4, 2, 2, 3, "all", 2)),
         # Whole hosts train.
@@ -88,6 +88,13 @@ def test_generators_are_larger_where_the_host_lacks_memory_for_so_many_policies(
     assert (roomy.replicas, roomy.parallel) == (4, 1)
     assert choice.replicas < roomy.replicas and choice.parallel > 1
     assert choice.host.total <= 150 * GIB < roomy.host.total
+
+
+def test_larger_groups_leave_generators_as_they_are() -> None:
+    config = config_of(32_768)
+    larger = config.with_keys(algorithm={"num_return_sequences_in_group": 64})
+    of_both = [fitting(machine_of(8), each) for each in (config, larger)]
+    assert [(choice.replicas, choice.parallel) for choice in of_both] == [(4, 1), (4, 1)]
 
 
 def test_no_ranks_share_lines_of_a_model_that_cannot() -> None:
