@@ -81,6 +81,9 @@ def clip_causes_line(figures: Sequence[Mapping[str, float]], config: Config) -> 
     return f"Outside the clip: {causes.outside:.1%} of sequences{mean}: {parts}"
 
 
+_NOISE = "Numerical noise between generator and learner"
+
+
 def mismatch_line(figures: Sequence[Mapping[str, float]], config: Config) -> str:
     """When the engines' mismatch was last measured, and the share of noise if that step is among the given ones."""
     age = figures[-1].get("mismatch_age") if figures else None
@@ -88,12 +91,13 @@ def mismatch_line(figures: Sequence[Mapping[str, float]], config: Config) -> str
         if config.learner.mismatch_every or not figures:
             return ""
         return (
-            "The engines' mismatch was not measured (learner.mismatch_every: 0), so noise_share and "
-            "the finding clip_is_noise are missing"
+            f"{_NOISE} is not measured (learner.mismatch_every: 0), so noise_share and the finding clip_is_noise are "
+            "missing"
         )
-    when = f"last measured {age:.0f} steps ago" if age else "measured in this step"
+    when = f"measured {age:.0f} step{'s' if age > 1 else ''} ago" if age else "measured in this step"
     measured = [step["noise_share"] for step in figures if "noise_share" in step]
-    share = f": noise alone puts {measured[-1]:.0%} outside the clip" if measured else ""
+    if not measured:
+        return f"{_NOISE} was {when}"
     clips = [step["noise_clip"] for step in figures if "noise_clip" in step]
-    narrowest = f", and 1% at a clip of {clips[-1]:.2g} on both sides" if clips else ""
-    return f"The engines' mismatch was {when}{share}{narrowest}"
+    narrowest = f"; 1% would be outside a clip of {clips[-1]:.2g} on both sides" if clips else ""
+    return f"{_NOISE} puts {measured[-1]:.0%} outside the clip, {when}{narrowest}"

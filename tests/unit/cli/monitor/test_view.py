@@ -224,13 +224,15 @@ def test_the_use_of_the_gpus_is_one_line_also_where_their_peak_is_unknown() -> N
 
 def test_the_last_measurement_of_the_mismatch_has_its_age(config: Config) -> None:
     clip = mismatch_line([{"noise_share": 0.04, "noise_clip": 0.00123, "mismatch_age": 0.0}], config)
-    assert clip.endswith("noise alone puts 4% outside the clip, and 1% at a clip of 0.0012 on both sides")
+    assert clip.endswith(
+        "puts 4% outside the clip, measured in this step; 1% would be outside a clip of 0.0012 on both sides"
+    )
     measured = {"noise_share": 0.04, "mismatch_age": 0.0}
     assert mismatch_line([], config) == mismatch_line([{}], config) == ""
-    assert mismatch_line([measured], config).endswith("measured in this step: noise alone puts 4% outside the clip")
+    assert mismatch_line([measured], config).endswith("puts 4% outside the clip, measured in this step")
     later = [measured, {"mismatch_age": 12.0}]
-    assert mismatch_line(later, config).endswith("last measured 12 steps ago: noise alone puts 4% outside the clip")
-    assert mismatch_line(later[1:], config).endswith("last measured 12 steps ago")
+    assert mismatch_line(later, config).endswith("puts 4% outside the clip, measured 12 steps ago")
+    assert mismatch_line(later[1:], config).endswith("was measured 12 steps ago")
     off = config.model_copy(update={"learner": config.learner.model_copy(update={"mismatch_every": 0})})
     assert "learner.mismatch_every: 0" in mismatch_line([{}], off)
     assert mismatch_line([], off) == ""
