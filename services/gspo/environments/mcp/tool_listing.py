@@ -6,7 +6,7 @@ Also the check before a run: every trouble of a server is an error of its key in
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -15,9 +15,9 @@ from gspo.common.config.reward import EnvironmentConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest
 from gspo.environments.session_server import ServerTroubleError
-from gspo.reward.sandbox.launch import LevelName
-from gspo.reward.sandbox.levels import find_agent_level
-from gspo.reward.sandbox.memory_watch import MemoryWatch
+
+if TYPE_CHECKING:
+    from gspo.reward.sandbox.launch import LevelName
 
 _PAUSE_S = 1.0
 log = structlog.get_logger()
@@ -57,7 +57,10 @@ async def listed_tools(
     Raises:
         InputError: The server cannot be asked, or has not the tools that the configuration names.
     """
-    from gspo.environments.mcp.mcp_connection import McpConnection  # here: the package mcp takes a second to import
+    # Here: the package mcp takes a second to import, and a coordinator without MCP has not the sandbox's packages.
+    from gspo.environments.mcp.mcp_connection import McpConnection
+    from gspo.reward.sandbox.levels import find_agent_level
+    from gspo.reward.sandbox.memory_watch import MemoryWatch
 
     config = environment.mcp
     where = f"{where}.mcp"
