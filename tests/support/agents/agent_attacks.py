@@ -365,7 +365,7 @@ HEAVY = [
     RolloutAttack(
         "socket buffers of ten processes",
         _FILL.format("", "held += socket.socketpair()"),
-        "memory or exception",  # by the guard of memory, or where the kernel refuses the next process before it
+        "memory",
         WRAPPED,
     ),
     RolloutAttack(
@@ -491,7 +491,9 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 async def _played(pool: AgentPool, body: str | None, timeout_s: float = HEAVY_TIMEOUT_S) -> str:
     """The outcome of a rollout: its reward, its kind of failure, or lost."""
-    lines = [line.removeprefix("        ") for line in (body or "").strip().splitlines()]
+    lines = (body or "").strip().splitlines()
+    if all(line.startswith("        ") for line in lines[1:]):  # indented as in the list of attacks
+        lines = [line.removeprefix("        ") for line in lines]
     columns = {"attack": "\n".join(lines) if body else None}
     task = Task("1-0", "2+2=", [], columns, "unused", "a-key", "policy", 1, "", timeout_s)
     try:
