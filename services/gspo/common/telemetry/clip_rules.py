@@ -33,13 +33,9 @@ def _clip_takes_signal(config: Config) -> bool:
     return _clip_matters(config) and config.algorithm.objective != "cispo"
 
 
-def _by_token(config: Config) -> bool:
-    return config.algorithm.importance_sampling == "token"
-
-
 def _unit(config: Config) -> str:
     """The unit of the clip: the ratio is a token's under `token`, a sequence's otherwise."""
-    return "tokens" if _by_token(config) else "sequences"
+    return "tokens" if config.algorithm.importance_sampling == "token" else "sequences"
 
 
 def _is_clipped(steps: Steps, config: Config) -> bool:

@@ -7,6 +7,7 @@ and silent without them, so a terminal, a service and a report of an old log fin
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,16 +66,14 @@ class Rule:
     is_measured: bool = False
     rollouts: str = "/rollouts?step={step}"
 
-    def looked_at(self, steps: Steps, end: int) -> Steps:
-        """The steps before index `end` that it looks at, oldest first; empty where there are too few to judge."""
-        if self.is_measured:
-            measured = [step for step in steps[:end] if self._is_there(step)]
-            return measured if len(measured) >= self.steps else ()
-        last = steps[max(0, end - self.steps) : end]
-        return last if len(last) == self.steps and all(self._is_there(step) for step in last) else ()
-
-    def _is_there(self, step: Mapping[str, float]) -> bool:
+    def has_figures(self, step: Mapping[str, float]) -> bool:
+        """Whether a step has all figures of the rule."""
         return all(name in step for name in self.figures)
+
+    def finding(self, steps: Steps, config: Config, since: int = 0, rollouts: str = "") -> Finding:
+        """The finding in these steps, in which the rule holds."""
+        words = self.says(steps, config)
+        return Finding(self.name, words.seen, words.causes, words.tries, since, rollouts)
 
 
 @dataclass(frozen=True)
@@ -106,38 +105,52 @@ class Finding:
 
 def apply_rules(rules: Sequence[Rule], steps: Steps, config: Config) -> dict[str, Finding]:
     """The findings at the newest step by their rules; the steps are oldest first."""
-    seen = (_finding(rule, steps, len(steps), config) for rule in rules if rule.applies(config))
-    return {finding.rule: finding for finding in seen if finding}
+    looks = (_Look(rule, steps, config) for rule in rules if rule.applies(config))
+    return {look.rule.name: look.finding(len(steps)) for look in looks if look.holds(len(steps))}
 
 
 def findings_of_run(rules: Sequence[Rule], steps: Steps, config: Config) -> list[tuple[Finding, list[int]]]:
     """Each finding that a run had, as of the last step that had it, and the numbers of all steps that had it."""
-    findings = []
-    for rule in rules:
-        places = [end for end in range(1, len(steps) + 1) if rule.applies(config) and _holds(rule, steps, end, config)]
-        if places and (finding := _finding(rule, steps, places[-1], config)):
-            findings.append((finding, [_number(steps, end) for end in places]))
-    return findings
+    looks = [_Look(rule, steps, config) for rule in rules if rule.applies(config)]
+    places = [[end for end in range(1, len(steps) + 1) if look.holds(end)] for look in looks]
+    return [
+        (look.finding(of_rule[-1]), [look.number(end) for end in of_rule])
+        for look, of_rule in zip(looks, places, strict=True)
+        if of_rule
+    ]
 
 
-def _finding(rule: Rule, steps: Steps, end: int, config: Config) -> Finding | None:
-    """The finding of a rule at the step before index `end`; None if it does not hold."""
-    if not _holds(rule, steps, end, config):
-        return None
-    words, first = rule.says(rule.looked_at(steps, end), config), end
-    while first > 1 and _holds(rule, steps, first - 1, config):
-        first -= 1
-    rollouts = rule.rollouts.format(step=_number(steps, end))
-    return Finding(rule.name, words.seen, words.causes, words.tries, _number(steps, first), rollouts)
+class _Look:
+    """A look of a rule at the steps of a run, of which it judges those before any index `end`."""
 
+    def __init__(self, rule: Rule, steps: Steps, config: Config) -> None:
+        self.rule, self._steps, self._config = rule, steps, config
+        self._measured = [place for place, step in enumerate(steps) if rule.is_measured and rule.has_figures(step)]
 
-def _holds(rule: Rule, steps: Steps, end: int, config: Config) -> bool:
-    last = rule.looked_at(steps, end)
-    return bool(last) and rule.holds(last, config)
+    def holds(self, end: int) -> bool:
+        """Whether there are enough steps, and the rule holds in them."""
+        window = self._window(end)
+        return bool(window) and self.rule.holds(window, self._config)
 
+    def finding(self, end: int) -> Finding:
+        """The finding, where the rule holds, with the first of the steps in a row that have it."""
+        first = end
+        while first > 1 and self.holds(first - 1):
+            first -= 1
+        rollouts = self.rule.rollouts.format(step=self.number(end))
+        return self.rule.finding(self._window(end), self._config, self.number(first), rollouts)
 
-def _number(steps: Steps, end: int) -> int:
-    return int(steps[end - 1].get(NUMBER, 0))
+    def number(self, end: int) -> int:
+        """The number of the step before `end`."""
+        return int(self._steps[end - 1].get(NUMBER, 0))
+
+    def _window(self, end: int) -> Steps:
+        """The steps that the rule looks at, oldest first; empty where there are too few to judge."""
+        if self.rule.is_measured:
+            measured = self._measured[: bisect_left(self._measured, end)]
+            return [self._steps[place] for place in measured] if len(measured) >= self.rule.steps else ()
+        last = self._steps[max(0, end - self.rule.steps) : end]
+        return last if len(last) == self.rule.steps and all(map(self.rule.has_figures, last)) else ()
 
 
 def ends(values: Sequence[float], parts: int) -> tuple[float, float]:
@@ -146,25 +159,20 @@ def ends(values: Sequence[float], parts: int) -> tuple[float, float]:
     return fmean(values[:size]), fmean(values[-size:])
 
 
+def in_errors(difference: float, error: float) -> float:
+    """A difference in standard errors; infinite where there is no error, and 0 without any difference."""
+    return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
+
+
 def moved(steps: Steps, figure: str) -> float:
     """How far a figure moved from the first third of the steps to the last, in standard errors of the difference.
 
-    The errors come from the scatter within the thirds; a figure that moves without any scatter has moved infinitely.
+    The errors come from the scatter within the thirds.
     """
     values = [step[figure] for step in steps]
     size = len(values) // 3
     first, last = values[:size], values[-size:]
-    error = math.sqrt((stdev(first) ** 2 + stdev(last) ** 2) / size)
-    difference = fmean(last) - fmean(first)
-    if error == 0:
-        return math.copysign(math.inf, difference) if difference else 0.0
-    return difference / error
-
-
-def last_values(steps: Steps, figure: str, num: int) -> list[float]:
-    """The last `num` values of a figure; empty where a step lacks it."""
-    values = [step[figure] for step in steps[-num:] if figure in step]
-    return values if len(values) == num else []
+    return in_errors(fmean(last) - fmean(first), math.sqrt((stdev(first) ** 2 + stdev(last) ** 2) / size))
 
 
 class RecentSteps:

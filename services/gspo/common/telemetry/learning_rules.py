@@ -20,6 +20,7 @@ from gspo.common.telemetry.findings import (
     Steps,
     apply_rules,
     ends,
+    in_errors,
     moved,
 )
 from gspo.common.telemetry.source_figures import named_sources, source_figure
@@ -65,11 +66,11 @@ def sample_findings(figures: Mapping[str, float], config: Config) -> dict[str, F
     An absent signal names answers that are cut off among its causes, so it stands alone.
     """
     sampled, rules = (figures,), (_NO_SIGNAL, _WEAK_SIGNAL, _CUT_OFF)
-    judged = [rule for rule in rules if rule.applies(config) and rule.figures[0] in figures]
-    words = {rule.name: rule.says(sampled, config) for rule in judged if rule.holds(sampled, config)}
-    if _NO_SIGNAL.name in words:
-        words.pop(_CUT_OFF.name, None)
-    return {name: Finding(name, text.seen, text.causes, text.tries) for name, text in words.items()}
+    judged = [rule for rule in rules if rule.applies(config) and rule.has_figures(figures)]
+    findings = {rule.name: rule.finding(sampled, config) for rule in judged if rule.holds(sampled, config)}
+    if _NO_SIGNAL.name in findings:
+        findings.pop(_CUT_OFF.name, None)
+    return findings
 
 
 def _groups_give_signal(config: Config) -> bool:
@@ -139,7 +140,7 @@ def _reward_moved(steps: Steps) -> float:
     first, last = ends([step["reward_mean"] for step in steps], REWARD_PARTS)
     variances = [step["reward_std"] ** 2 / max(1.0, step["groups"]) for step in steps]
     error = math.sqrt(sum(ends(variances, REWARD_PARTS)) / (len(steps) // REWARD_PARTS))
-    return (last - first) / error if error else math.copysign(math.inf, last - first) if last != first else 0.0
+    return in_errors(last - first, error)
 
 
 def _is_flat(steps: Steps, _config: Config) -> bool:
