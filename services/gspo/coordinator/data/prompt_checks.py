@@ -13,7 +13,7 @@ def prompt_findings(training: Sequence[PromptSet], held_out: Iterable[PromptSet]
     held_out, known = list(held_out), set[int]()
     findings = [finding for prompts in training for finding in _of_training(prompts)]
     for prompts in training if held_out else ():
-        known.update(map(hash, prompts.texts()))
+        known.update(prompts.hashes)
     return [*findings, *(finding for prompts in held_out for finding in _of_held_out(prompts, known))]
 
 
@@ -30,15 +30,14 @@ def _of_training(prompts: PromptSet) -> Iterator[Finding]:
 
 
 def _of_held_out(prompts: PromptSet, trained_on: set[int]) -> Iterator[Finding]:
-    hashes = list(map(hash, prompts.texts()))
-    if common := [number for number, text in enumerate(hashes) if text in trained_on]:
+    if common := [number for number, text in enumerate(prompts.hashes) if text in trained_on]:
         yield Finding(
             "held_out_in_training",
             f"{prompts.key}: {len(common)} of {len(prompts)} held-out prompts are also training prompts, the first "
             f"in {prompts.place(common[0])}; the evaluation would measure memorised answers",
             tries=("taking them out of one of the two files",),
         )
-    if repeated := len(hashes) - len(set(hashes)):
+    if repeated := len(prompts) - len(set(prompts.hashes)):
         yield Finding(
             "held_out_twice",
             f"{prompts.key}: {repeated} of {len(prompts)} held-out prompts are there before, so the standard errors "

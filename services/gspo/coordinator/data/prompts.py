@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -57,6 +57,7 @@ class PromptSet:
         num_rows: Usable and skipped.
         left_out: Columns of bytes that no task has -> "images" or "bytes".
         num_continued: Prompts whose last message is the assistant's, which the policy continues.
+        hashes: Of the text of every usable prompt, in the file's order; those of one process can be compared.
 
     Raises:
         InputError: The files cannot be used; names the key, and the line where one is at fault.
@@ -86,6 +87,7 @@ class PromptSet:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         bytes_bound_tokens = backend is not None and backend.normalizer is None
         self._surely_short_bytes = self._prompt_length - _ADDED_TOKENS if bytes_bound_tokens else -1
+        self.hashes = array("q")
         self._usable = self._check(progress)
 
     def __len__(self) -> int:
@@ -107,12 +109,6 @@ class PromptSet:
     def place(self, number: int) -> str:
         """File and line of a usable prompt."""
         return self._rows.place(self._usable[number])
-
-    def texts(self) -> Iterator[str]:
-        """The text of every usable prompt, in the file's order; batch by batch."""
-        for start in range(0, len(self), _BATCH):
-            rows = list(self._usable[start : start + _BATCH])
-            yield from (shown.text for shown in self._shown(rows, self._rows.rows(rows)))
 
     def _prompt(self, shown: _Shown, tokens: list[int], columns: dict[str, Any]) -> Prompt:
         text = shown.text
@@ -137,17 +133,20 @@ class PromptSet:
             if progress:
                 progress(start, self.num_rows)
             rows = range(start, min(start + _BATCH, self.num_rows))
-            too_long = self._too_long(rows)
+            shown = self._shown(rows, self._rows.rows(rows))
+            too_long = self._too_long(rows, shown)
             long.extend(sorted(too_long))
-            usable.extend(row for row in rows if row not in too_long)
+            for row, prompt in zip(rows, shown, strict=True):
+                if row not in too_long:
+                    usable.append(row)
+                    self.hashes.append(hash(prompt.text))
         if long and self._on_long_prompt == "error":
             raise self._long_prompts(long)
         if not usable:
             raise InputError(self.key, f"every prompt in {self._files} is too long", "Raise algorithm.prompt_length")
         return usable
 
-    def _too_long(self, rows: Sequence[int]) -> set[int]:
-        shown = self._shown(rows, self._rows.rows(rows))
+    def _too_long(self, rows: Sequence[int], shown: Sequence[_Shown]) -> set[int]:
         self.num_continued += sum(bool(final_answer(prompt.messages)) for prompt in shown)
         if self._on_long_prompt == "truncate":
             return set()

@@ -297,6 +297,6 @@ def test_blank_lines_are_no_rows(tmp_path: Path, open_set: OpenSet) -> None:
         open_set(tmp_path / "p.jsonl")
 
 
-def test_texts_are_those_of_the_usable_prompts(tmp_path: Path, open_set: OpenSet) -> None:
+def test_hashes_are_those_of_the_texts_of_usable_prompts(tmp_path: Path, open_set: OpenSet) -> None:
     prompts = open_set(write_lengths(tmp_path), prompt_length=4, on_long_prompt="skip")
-    assert list(prompts.texts()) == ["abcd", "abc"]
+    assert list(prompts.hashes) == [hash("abcd"), hash("abc")]
