@@ -41,6 +41,7 @@ from gspo.learner.push.publisher import Publisher
 from gspo.learner.run_end import RunEndCondition, RunFailedError
 from gspo.learner.step_report import RolloutTimeline
 from gspo.learner.storage.run_directory import RunDir
+from gspo.runlog.token_ledger import SUPERSEDED
 from gspo_proto.rollout_pb2 import Event, GroupFailure, GroupsSettled, Rollout, Score, Scored, ScoredRollout
 
 log = structlog.get_logger()
@@ -204,7 +205,7 @@ class Intake:
                 self._logged = {row_key(row): trained_tokens(row) for row in self._run_dir.last_rows()}
             return self._logged.get(row_key(entry.rollout)) or late_tokens(entry.rollout, "trained")
         if added is AddResult.DUPLICATE:
-            return late_tokens(entry.rollout, "superseded")
+            return late_tokens(entry.rollout, SUPERSEDED)
         return late_tokens(entry.rollout, (ending or GroupEnding.FAILED).value)
 
     async def _never_issued(self, deliveries: Iterable[Delivery]) -> set[int]:

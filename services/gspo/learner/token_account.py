@@ -16,7 +16,7 @@ from gspo.common.streams.token_counts import close, read_counts
 from gspo.common.telemetry import metrics
 from gspo.learner.assembly.settlements import GroupEnding
 from gspo.learner.storage.run_directory import RunDir
-from gspo.runlog.token_ledger import COLUMNS, LedgerRecord
+from gspo.runlog.token_ledger import COLUMNS, SUPERSEDED, LedgerRecord
 
 log = structlog.get_logger()
 _READ_EVERY_S = 2.0
@@ -57,9 +57,11 @@ class TokenAccount:
         await self.record(step)
 
     def _column_of_late(self, group: int) -> str:
-        """Empty for a trained group: its rows have counted its rollouts, so a report that is left is a fault."""
+        """The rows of a trained group have counted its rollouts: what is left was made twice, or came late."""
         ending = self._run_dir.settlements.get(group)
-        return "" if ending in (None, GroupEnding.TRAINED) else ending.value
+        if ending is None:
+            return ""
+        return SUPERSEDED if ending is GroupEnding.TRAINED else ending.value
 
     async def _read(self, step: int) -> LedgerRecord | None:
         """The counts of this moment; None while Redis has none."""

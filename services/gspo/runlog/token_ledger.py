@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 LEDGER = "ledger.jsonl"
 GENERATED, IN_FLIGHT, LOST, EVALUATION = "generated", "in_flight", "lost", "evaluation"
-LEFT_OUT_TOKENS = "left_out"
+LEFT_OUT_TOKENS, SUPERSEDED = "left_out", "superseded"
 # Column -> its meaning, in the order of display: `generated`, and all that it is the sum of.
 COLUMNS = {
     GENERATED: "sampled for training, and reported to Redis with a rollout's state or result",
@@ -28,7 +28,7 @@ COLUMNS = {
     "failed": "in finished rollouts of groups that failed",
     "unused": "in finished rollouts of groups that the end of the run left over",
     "unfinished": "saved of rollouts whose group ended before they did",
-    "superseded": "in no rollout: begun anew, made twice, late for its group, or cut behind a stop string",
+    SUPERSEDED: "in no rollout: begun anew, made twice, late for its group, or cut behind a stop string",
     "dead_letters": "in rollouts that the learner gave up as dead letters",
     LOST: "in flight when Redis lost its data: at most, by the last record before",
 }

@@ -151,7 +151,7 @@ async def test_groups_left_open_at_the_end_are_unused_until_a_resume_and_a_faile
         await feeder.feed(range(3, 9), 0)
         # Scorers still have a rollout of each of three groups, which end as trained, failed and unused.
         await redis.set(keys.redis_epoch, "first")
-        reports: dict[Any, Any] = {"3-9": "5 5 1 1-0:1", "2-9": "20 20 1 1-0:1", "8-9": "30 30 1 1-0:1"}
+        reports: dict[Any, Any] = {"3-9": "0 5 5 1 1-0:1", "2-9": "0 20 20 1 1-0:1", "8-9": "0 30 30 1 1-0:1"}
         await redis.hset(keys.rollout_tokens, mapping=reports)
         await redis.hincrby(keys.tokens, "in_flight", 55)
         await feeder.event("training_done")
@@ -160,8 +160,9 @@ async def test_groups_left_open_at_the_end_are_unused_until_a_resume_and_a_faile
     assert settled[0][0] == settled[1][0] == settled[2][0] == "failed"
     assert "ZeroDivisionError" in settled[0][1] and "no engine took it" in settled[2][1]
     assert {group for group, (how, _) in settled.items() if how == "unused"} == {7, 8}
-    assert lines(config, "ledger.jsonl")[-1]["tokens"]["in_flight"] == 5
-    assert await redis.hkeys(keys.rollout_tokens) == [b"3-9"]
+    tokens = lines(config, "ledger.jsonl")[-1]["tokens"]
+    assert (tokens["in_flight"], tokens["superseded"]) == (0, 5)
+    assert not await redis.exists(keys.rollout_tokens)
     # A resume with more steps takes them back, and trains them.
     config = run_of(tmp_path, run={"total_steps": 2})
     with service_process("learner", config, redis_url, "--resume") as process:

@@ -116,6 +116,48 @@ async def test_two_attempts_at_a_time_count_both(redis: Redis, keys: Keys) -> No
     assert await counts(redis, keys) == {"generated": 60, "in_flight": 30, "superseded": 30}
 
 
+@pytest.mark.parametrize("duplicate_first", [True, False])
+async def test_a_rollout_that_was_made_twice_counts_twice(redis: Redis, keys: Keys, duplicate_first: bool) -> None:
+    generator, task = await leased(redis, keys)
+    await generator.put([result(keys, task, 30, 30, 0)])
+    await redis.delete(keys.partial)  # the group is issued again, and its finished rollouts are made again
+    await append(redis, keys.prompts, [task.payload])
+    (again,) = await generator.take(1, block_s=1)
+    await generator.save([state(again, 8, 8, 0)])
+    assert await counts(redis, keys) == {"generated": 38, "in_flight": 38}
+    await generator.put([result(keys, again, 12, 12, 8)])
+    assert await counts(redis, keys) == {"generated": 42, "in_flight": 42}
+    learner = inbox(redis, keys, keys.scored, LEARNER)
+    first, second = await learner.take(2, block_s=1)
+    entries = [
+        (first, EndedTokens("0-0", "trained", 26, "masked_stale", 4)),
+        (second, EndedTokens("0-0", "superseded", 12, if_recorded=True)),
+    ]
+    for entry in reversed(entries) if duplicate_first else entries:
+        await learner.acknowledge([entry])
+    assert await counts(redis, keys) == {"generated": 42, "trained": 26, "masked_stale": 4, "superseded": 12}
+    assert not await redis.exists(keys.rollout_tokens)
+
+
+async def test_a_second_result_that_stays_on_its_way_is_superseded(redis: Redis, keys: Keys) -> None:
+    generator, task = await leased(redis, keys)
+    await append(redis, keys.prompts, [task.payload] * 2)
+    second, third = await generator.take(2, block_s=1)
+    await generator.put([result(keys, task, 30, 30, 0)])
+    await redis.delete(keys.partial)
+    await generator.put([result(keys, second, 12, 12, 0)])
+    await redis.delete(keys.partial)
+    await generator.save([state(third, 5, 5, 0)])
+    learner = inbox(redis, keys, keys.scored, LEARNER)
+    (first, _) = await learner.take(2, block_s=1)
+    await learner.acknowledge([(first, EndedTokens("0-0", "trained", 30))])
+    assert await counts(redis, keys) == {"generated": 47, "trained": 30, "in_flight": 17}
+    await abandon(redis, keys, [("0-0", 5)])
+    assert await counts(redis, keys) == {"generated": 47, "trained": 30, "unfinished": 5, "in_flight": 12}
+    await close(redis, keys, {0: "superseded"}.__getitem__)
+    assert await counts(redis, keys) == {"generated": 47, "trained": 30, "unfinished": 5, "superseded": 12}
+
+
 async def test_what_was_unfinished_when_its_group_ended(redis: Redis, keys: Keys) -> None:
     generator, task = await leased(redis, keys)
     await generator.save([state(task, 20, 20, 0)])

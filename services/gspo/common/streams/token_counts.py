@@ -1,8 +1,10 @@
 """The counts of the token ledger in Redis, which the scripts of rollouts change in their own transactions.
 
 The hash `tokens` has the columns of gspo.runlog.token_ledger. The hash `rollout_tokens` has a field for each rollout in
-flight: the tokens that it keeps, those that its writer has sampled so far, whether it is done, and the writer. A writer
-is one lease of a generator, so a call that is repeated after a broken connection counts once.
+flight: the tokens of its unfinished state, those that its writer has sampled so far, the tokens of its results on their
+way to the learner, their number, and the writer. A writer is one lease of a generator, so a call that is repeated after
+a broken connection counts once. A rollout has two results where its group was issued again after the first: the learner
+trains one, and the tokens of the other are superseded.
 
 Generators report the tokens that their engines return. `settle` and `abandon` get numbers that learner and coordinator
 counted in the arrays, and remove those of the generators: both sides meet in a difference of 0.
@@ -25,16 +27,25 @@ local function add(tokens, column, num)
   if num ~= 0 then redis.call('HINCRBY', tokens, column, num) end
 end
 local function rollout_tokens(hash, key)
-  local kept, sampled, done, writer = string.match(redis.call('HGET', hash, key) or '', '^(%d+) (%d+) (%d) (.*)$')
-  return tonumber(kept or 0), tonumber(sampled or 0), done == '1', writer
+  local kept, sampled, ended, num_ended, writer = string.match(
+    redis.call('HGET', hash, key) or '', '^(%d+) (%d+) (%d+) (%d+) (.*)$')
+  return tonumber(kept or 0), tonumber(sampled or 0), tonumber(ended or 0), tonumber(num_ended or 0), writer
+end
+local function write(hash, key, kept, sampled, ended, num_ended, writer)
+  redis.call('HSET', hash, key, string.format('%d %d %d %d %s', kept, sampled, ended, num_ended, writer))
 end
 local function since(hash, key, writer, sampled, before)
-  local _, recorded, _, last = rollout_tokens(hash, key)
+  local _, recorded, _, _, last = rollout_tokens(hash, key)
   return sampled - (last == writer and recorded or before)
 end
 local function record(tokens, hash, key, writer, kept, sampled, before, done)
-  local new, was_kept = since(hash, key, writer, sampled, before), rollout_tokens(hash, key)
-  redis.call('HSET', hash, key, string.format('%d %d %s %s', kept, sampled, done, writer))
+  local new = since(hash, key, writer, sampled, before)
+  local was_kept, _, ended, num_ended = rollout_tokens(hash, key)
+  if done == '1' then
+    write(hash, key, 0, sampled, ended + kept, num_ended + 1, writer)
+  else
+    write(hash, key, kept, sampled, ended, num_ended, writer)
+  end
   add(tokens, 'generated', new)
   add(tokens, 'in_flight', kept - was_kept)
   add(tokens, 'superseded', new - kept + was_kept)
@@ -43,10 +54,6 @@ local function refuse(tokens, hash, key, writer, sampled, before)
   local new = math.max(0, since(hash, key, writer, sampled, before))
   add(tokens, 'generated', new)
   add(tokens, 'superseded', new)
-end
-local function remove(tokens, hash, key)
-  add(tokens, 'in_flight', -rollout_tokens(hash, key))
-  return redis.call('HDEL', hash, key) == 1
 end
 local function report(is_evaluation, tokens, hash, key, writer, kept, sampled, before, done)
   if is_evaluation == '1' then
@@ -57,24 +64,38 @@ local function report(is_evaluation, tokens, hash, key, writer, kept, sampled, b
     refuse(tokens, hash, key, writer, sampled, before)
   end
 end
+-- The last result takes all that generators reported: a number of the learner's that differs shows in the ledger.
 local function settle(tokens, hash, key, column, num, masked_column, num_masked, if_recorded)
-  if key == '' or (not remove(tokens, hash, key) and if_recorded == '1') then return end
+  local kept, sampled, ended, num_ended, writer = rollout_tokens(hash, key)
+  if key == '' or (num_ended == 0 and if_recorded == '1') then return end
+  local gone = num_ended > 1 and math.min(ended, num + num_masked) or ended
+  if kept == 0 and num_ended <= 1 then
+    redis.call('HDEL', hash, key)
+  else
+    write(hash, key, kept, sampled, ended - gone, math.max(0, num_ended - 1), writer)
+  end
+  add(tokens, 'in_flight', -gone)
   add(tokens, column, tonumber(num))
   if masked_column ~= '' then add(tokens, masked_column, tonumber(num_masked)) end
 end
 """
 
 # KEYS: partial, tokens, rollout_tokens. ARGV: rollout key and tokens of its saved state in pairs, -1 where none can be
-# read. A rollout that is done is on its way to the learner, which counts it.
+# read. A result is on its way to the learner, which counts it.
 _ABANDON = (
     COUNTING
     + """
 for i = 1, #ARGV, 2 do
-  local kept, _, done, writer = rollout_tokens(KEYS[3], ARGV[i])
-  if writer and not done then
+  local kept, sampled, ended, num_ended, writer = rollout_tokens(KEYS[3], ARGV[i])
+  if writer and (kept > 0 or num_ended == 0) then
     local num = tonumber(ARGV[i + 1])
     add(KEYS[2], 'unfinished', num < 0 and kept or num)
-    remove(KEYS[2], KEYS[3], ARGV[i])
+    add(KEYS[2], 'in_flight', -kept)
+    if num_ended == 0 then
+      redis.call('HDEL', KEYS[3], ARGV[i])
+    else
+      write(KEYS[3], ARGV[i], 0, sampled, ended, num_ended, writer)
+    end
   end
   redis.call('HDEL', KEYS[1], ARGV[i])
 end
@@ -86,11 +107,15 @@ _CLOSE = (
     COUNTING
     + """
 for i = 1, #ARGV, 2 do
-  local kept, _, done = rollout_tokens(KEYS[2], ARGV[i])
-  if done then
-    add(KEYS[1], ARGV[i + 1], kept)
-    add(KEYS[1], 'in_flight', -kept)
-    redis.call('HDEL', KEYS[2], ARGV[i])
+  local kept, sampled, ended, num_ended, writer = rollout_tokens(KEYS[2], ARGV[i])
+  if num_ended > 0 then
+    add(KEYS[1], ARGV[i + 1], ended)
+    add(KEYS[1], 'in_flight', -ended)
+    if kept == 0 then
+      redis.call('HDEL', KEYS[2], ARGV[i])
+    else
+      write(KEYS[2], ARGV[i], kept, sampled, 0, 0, writer)
+    end
   end
 end
 """

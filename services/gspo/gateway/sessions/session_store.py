@@ -147,7 +147,7 @@ for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
 end
 redis.call('DEL', KEYS[2])
 redis.call('RPUSH', KEYS[3], ARGV[1])
-if select(4, rollout_tokens(KEYS[5], ARGV[1])) then
+if select(5, rollout_tokens(KEYS[5], ARGV[1])) then
   record(KEYS[4], KEYS[5], ARGV[1], 'reopened', 0, 0, 0, '0')
 end
 return redis.call('HINCRBY', KEYS[1], 'attempt', 1)
