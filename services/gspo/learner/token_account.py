@@ -57,7 +57,7 @@ class TokenAccount:
         await self.record(step)
 
     def _column_of_late(self, group: int) -> str:
-        """The rows of a trained group have counted its rollouts: what is left was made twice, or came late."""
+        """The rows of a trained group have counted its rollouts; the rest was made twice, or came late."""
         ending = self._run_dir.settlements.get(group)
         if ending is None:
             return ""

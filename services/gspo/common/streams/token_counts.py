@@ -1,8 +1,8 @@
 """The counts of the token ledger in Redis, which the scripts of rollouts change in their own transactions.
 
 The hash `tokens` has the columns of gspo.runlog.token_ledger. The hash `rollout_tokens` has a field for each rollout in
-flight: the tokens of its unfinished state, those that its writer has sampled so far, the tokens of its results on their
-way to the learner, their number, and the writer. A writer is one lease of a generator, so a call that is repeated after
+flight: the tokens of its unfinished state, those that its writer has sampled so far, the tokens and the number of its
+results on their way to the learner, and the writer. A writer is one lease of a generator, so a call that is repeated after
 a broken connection counts once. A rollout has two results where its group was issued again after the first: the learner
 trains one, and the tokens of the other are superseded.
 
