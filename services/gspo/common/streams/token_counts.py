@@ -2,9 +2,9 @@
 
 The hash `tokens` has the columns of gspo.runlog.token_ledger. The hash `rollout_tokens` has a field for each rollout in
 flight: the tokens of its unfinished state, those that its writer has sampled so far, the tokens and the number of its
-results on their way to the learner, and the writer. A writer is one lease of a generator, so a call that is repeated after
-a broken connection counts once. A rollout has two results where its group was issued again after the first: the learner
-trains one, and the tokens of the other are superseded.
+results on their way, and the writer. A writer is one lease of a generator, so a call that is repeated after a broken
+connection counts once. A rollout has two results where its group was issued again after the first: the learner trains
+one, and the tokens of the other are superseded.
 
 Generators report the tokens that their engines return. `settle` and `abandon` get numbers that learner and coordinator
 counted in the arrays, and remove those of the generators: both sides meet in a difference of 0.
