@@ -12,7 +12,7 @@ from gspo.common.errors import warn
 from gspo.common.host.machine import free_memory
 from gspo.common.model.files import model_folder
 from gspo.common.model.memory_needs import check_answers_fit, check_fits, coordinator_bytes
-from gspo.common.model.template_trial import check_chat_template
+from gspo.common.model.tokenizer_trial import check_tokenizer_files
 from gspo.coordinator.data.prompt_checks import prompt_findings
 from gspo.coordinator.data.prompts import held_out_prompts, training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
@@ -29,7 +29,7 @@ def check(config: Config) -> None:
     """
     check_fits(config, coordinator_bytes(config), free_memory(), _MEMORY)
     config = asyncio.run(with_listed_tools(config))
-    check_chat_template(model_folder(config.model))
+    check_tokenizer_files(model_folder(config.model))
     tokenizer = load_tokenizer(config.model)
     training = training_prompts(config, tokenizer)
     held_out = held_out_prompts(config, tokenizer)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest
 from gspo.common.model.files import model_folder
-from gspo.common.model.template_trial import check_chat_template
+from gspo.common.model.tokenizer_trial import check_tokenizer_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +22,7 @@ def check(config: Config) -> None:
     from transformers import AutoTokenizer  # here: without a gateway nothing is checked
 
     folder = model_folder(config.model)
-    check_chat_template(folder)
+    check_tokenizer_files(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code)
     if not tokenizer.chat_template:
         raise InputError(

@@ -22,7 +22,7 @@ from gspo.common.host.machine import (
     warn_of_idle_gpus,
 )
 from gspo.common.model.files import max_positions, model_folder
-from gspo.common.model.template_trial import check_chat_template
+from gspo.common.model.tokenizer_trial import check_tokenizer_files
 from gspo.environments.mcp.tool_listing import with_listed_tools
 from gspo.generation.engine.arguments import check_engine_args
 from gspo.generation.engine.tied_heads import tied_heads
@@ -57,7 +57,7 @@ def check(config: Config) -> None:
     _check_length(config)
     _check_gpus(config)
     _check_memory(config)
-    check_chat_template(model_folder(config.model))
+    check_tokenizer_files(model_folder(config.model))
     tied_heads(model_folder(config.model), trust_remote_code=config.model.trust_remote_code)
     config = asyncio.run(with_listed_tools(config))
     for source in config.sources:
