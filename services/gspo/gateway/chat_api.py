@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 from fastapi import Depends, FastAPI, Request
+from starlette.datastructures import State
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
@@ -19,7 +22,6 @@ from vllm.entrypoints.openai.models import api_router as models
 from vllm.entrypoints.openai.responses import api_router as responses
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import VLLMValidationError
-from vllm.parser.abstract_parser import Parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gspo.common.config.engines import LEAST_TEMPERATURE
@@ -28,8 +30,8 @@ from gspo.common.network.http_server import ASGIApp, BoundedBodies, Message, Rec
 from gspo.common.service.app import Service
 from gspo.gateway.constraints import constraint
 from gspo.gateway.generators import Generators
-from gspo.gateway.policy_client import PolicyClient, versions_of_answer
-from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
+from gspo.gateway.policy_client import PolicyClient
+from gspo.gateway.sessions.recorder import Recorder
 from gspo.gateway.sessions.session_store import Session, SessionStore
 from gspo.gateway.sessions.task_api import CallerKeys, task_routes
 from gspo.gateway.whole_parser import whole_parser
@@ -49,17 +51,18 @@ async def chat_api(service: Service, folder: Path, generators: Generators, store
     config = service.config
     arguments = _arguments(config, folder)
     client = PolicyClient(_vllm_config(config, folder), generators, config.gateway.request_timeout_s)
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(_refuse_unsupported)])
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(_admit)])
     await init_app_state(cast("EngineClient", client), app.state, arguments, ("generate",))
     for api in (chat, completions, responses, messages, models):
         api.attach_router(app)
     if config.agent.used:
         app.include_router(task_routes(service, store))
     init_exception_handler(app)
-    tokenizer, parser = client.renderer.get_tokenizer(), _read_whole(app)
+    tokenizer, parser = client.renderer.get_tokenizer(), app.state.online_renderer.parser
 
     def recorder(session: Session) -> Recorder:
-        return Recorder(session, store, config, tokenizer, parser)
+        whole = whole_parser(parser, session.variables) if parser else None
+        return Recorder(session, store, config, tokenizer, whole)
 
     bounded = BoundedBodies(cast("ASGIApp", app), _MAX_BODY_BYTES)
     return CallerKeys(_WithVersion(bounded), service.options.token, store, recorder)
@@ -93,18 +96,36 @@ def _vllm_config(config: Config, folder: Path) -> VllmConfig:
     )
 
 
-def _read_whole(app: FastAPI) -> type[Parser] | None:
-    """Let vLLM's serving classes read calls in whole answers; returns their parser, None without one."""
-    state = app.state
-    if (parser := state.online_renderer.parser) is None:
-        return None
-    whole = whole_parser(parser)
-    state.online_renderer.parser = state.openai_serving_responses.parser = whole
-    state.openai_serving_chat.parser_cls = state.anthropic_serving_messages.parser_cls = whole
-    return whole
+async def _admit(request: Request) -> None:
+    """Give a request vLLM's serving classes of its own, which know who asks.
+
+    Raises:
+        VLLMValidationError: As `_refuse_unsupported`.
+    """
+    recorder = getattr(request.state, "recorder", None)
+    request.scope["app"] = SimpleNamespace(state=_of_request(request.app.state, recorder, request.state.versions))
+    await _refuse_unsupported(request, recorder)
 
 
-async def _refuse_unsupported(request: Request) -> None:
+def _of_request(state: State, recorder: Recorder | None, versions: set[int]) -> State:
+    """The state of vLLM's app with copies of all that samples, renders or reads an answer."""
+    client: PolicyClient = state.engine_client.of_request(recorder, versions)
+    online_renderer, parser = copy(state.online_renderer), state.online_renderer.parser
+    if parser is not None:
+        parser = recorder.parser if recorder else whole_parser(parser, {})
+    online_renderer.renderer, online_renderer.parser = client.renderer, parser
+    own = State({**state._state, "engine_client": client, "online_renderer": online_renderer})
+    for name, part in state._state.items():
+        if hasattr(part, "online_renderer") and hasattr(part, "engine_client"):
+            serving = copy(part)
+            serving.engine_client, serving.online_renderer = client, online_renderer
+            serving.renderer, serving.input_processor = client.renderer, client.input_processor
+            serving.parser = serving.parser_cls = parser
+            setattr(own, name, serving)
+    return own
+
+
+async def _refuse_unsupported(request: Request, recorder: Recorder | None) -> None:
     """Refuse what would constrain or change the policy's distribution, in the words of the client's API.
 
     Raises:
@@ -121,7 +142,7 @@ async def _refuse_unsupported(request: Request) -> None:
     if key := constraint(body):
         rule = f"{key} constrains the answer, and here the policy's own distribution is sampled. Leave it out"
         raise VLLMValidationError(rule, parameter=key)
-    recorder, temperature = recorder_of_request.get(), body.get("temperature")
+    temperature = body.get("temperature")
     if recorder is not None:
         recorder.has_calls = body.get("tool_choice") not in ("none", {"type": "none"})
         if recorder.config.agent.sampling == "run":  # whose temperature is used in any case
@@ -139,7 +160,7 @@ class _WithVersion:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         versions: set[int] = set()
-        versions_of_answer.set(versions)
+        scope.setdefault("state", {})["versions"] = versions
 
         async def send_with_version(message: Message) -> None:
             if message["type"] == "http.response.start" and versions:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, aclosing
-from contextvars import ContextVar
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from gspo.common.telemetry import metrics
 from gspo.gateway.generators import Generators, NoGeneratorError
-from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
+from gspo.gateway.sessions.recorder import Recorder
 from gspo.gateway.sessions.session_renderer import SessionRenderer
 from gspo_proto.generation_pb2 import SampledTokens
 from gspo_proto.rollout_pb2 import Sampling
@@ -49,8 +49,6 @@ _REFUSED = (
     "thinking_token_budget",
 )
 _DEFAULTS = SamplingParams()
-# The versions that sampled the answer of the HTTP request that runs now; the HTTP server sets the set.
-versions_of_answer: ContextVar[set[int] | None] = ContextVar("versions_of_answer", default=None)
 
 
 class PolicyClient:
@@ -65,11 +63,24 @@ class PolicyClient:
 
     def __init__(self, vllm_config: VllmConfig, generators: Generators, timeout_s: float) -> None:
         self.vllm_config, self.model_config = vllm_config, vllm_config.model_config
-        renderer = renderer_from_config(vllm_config)
-        self.renderer = SessionRenderer(renderer)
-        self.input_processor = InputProcessor(vllm_config, renderer)
-        self._outputs = OutputProcessor(renderer.tokenizer, log_stats=False)
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self._outputs = OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._generators, self._timeout_s = generators, timeout_s
+        self._recorder: Recorder | None = None
+        self._versions: set[int] = set()
+
+    def of_request(self, recorder: Recorder | None, versions: set[int]) -> PolicyClient:
+        """The client of one HTTP request, which shares everything else.
+
+        Args:
+            recorder: Records the request, if it is an agent's.
+            versions: Gets the versions that sample the answer.
+        """
+        client = copy(self)
+        client.renderer = SessionRenderer(self.renderer, recorder)
+        client._recorder, client._versions = recorder, versions
+        return client
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Admit every request: the generators queue."""
@@ -93,24 +104,19 @@ class PolicyClient:
         """
         _check(sampling_params)
         async with AsyncExitStack() as ending:
-            if (recorder := recorder_of_request.get()) is not None:
+            if (recorder := self._recorder) is not None:
                 ending.push_async_callback(recorder.close)
                 sampling_params = await recorder.started(sampling_params)
                 session_id = recorder.session.name
             request = self.input_processor.process_inputs(request_id, prompt, sampling_params, supported_tasks=_TASKS)
             self.input_processor.assign_request_id(request)
-            outputs = self._outputs_of(request, prompt.get("prompt"), sampling_params, session_id, recorder)
+            outputs = self._outputs_of(request, prompt.get("prompt"), sampling_params, session_id)
             async with aclosing(outputs):
                 async for output in outputs:
                     yield output
 
     async def _outputs_of(
-        self,
-        request: EngineCoreRequest,
-        text: str | None,
-        sampling_params: SamplingParams,
-        session_id: str | None,
-        recorder: Recorder | None,
+        self, request: EngineCoreRequest, text: str | None, sampling_params: SamplingParams, session_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         """vLLM's outputs of the tokens that the generators sample, each recorded before."""
         self._outputs.add_request(request, text, None, 0, None)
@@ -123,8 +129,8 @@ class PolicyClient:
                     processed = self._outputs.process_outputs([_core_output(request, piece)])
                     is_last = bool(piece.finish or processed.reqs_to_abort)  # the latter at a stop string
                     end = "finished" if is_last else end
-                    if recorder is not None:
-                        await _record(recorder, piece, processed.request_outputs, params, is_last=is_last)
+                    if self._recorder is not None:
+                        await _record(self._recorder, piece, processed.request_outputs, params, is_last=is_last)
                     for output in processed.request_outputs:
                         yield output
                     if is_last:
@@ -143,7 +149,7 @@ class PolicyClient:
         self, request: EngineCoreRequest, params: SamplingParams, session_id: str | None
     ) -> AsyncGenerator[SampledTokens, None]:
         """The tokens, counted, with their versions noted for the HTTP reply."""
-        versions, began_s = versions_of_answer.get(), time.monotonic()
+        began_s = time.monotonic()
         pieces = self._generators.sample(
             request.request_id,
             request.prompt_token_ids or [],
@@ -154,8 +160,7 @@ class PolicyClient:
         async with aclosing(pieces):
             num_tokens = 0
             async for piece in pieces:
-                if versions is not None:
-                    versions.update(piece.version)
+                self._versions.update(piece.version)
                 if not num_tokens:
                     metrics.GATEWAY_FIRST_TOKEN_SECONDS.observe(time.monotonic() - began_s)
                 num_tokens += len(piece.token_ids)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
 from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall, FunctionCall
 from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.renderers.chat_utils import make_tool_call_id
-
-from gspo.gateway.sessions.recorder import recorder_of_request
 
 log = structlog.get_logger()
 # vLLM logs a traceback for each call that it cannot read. The policy writes many.
@@ -28,10 +26,10 @@ Parsed = tuple[str | None, str | None, list[FunctionCall] | None]
 class _WholeAnswers(Parser):  # type: ignore[misc]
     """The part before a parser of vLLM in a class of both."""
 
+    variables: Mapping[str, Any]
+
     def __init__(self, *parts: Any, chat_template_kwargs: dict[str, Any] | None = None, **keys: Any) -> None:
-        # Whether an answer begins with thoughts may depend on them.
-        of_task = recorder.variables if (recorder := recorder_of_request.get()) is not None else {}
-        super().__init__(*parts, chat_template_kwargs={**of_task, **(chat_template_kwargs or {})}, **keys)
+        super().__init__(*parts, chat_template_kwargs={**self.variables, **(chat_template_kwargs or {})}, **keys)
         self._texts: list[str] = []
         self._token_ids: list[int] = []
 
@@ -80,13 +78,17 @@ class _WholeAnswers(Parser):  # type: ignore[misc]
         return DeltaMessage(reasoning=thoughts, content=content, tool_calls=deltas)
 
 
-def whole_parser(parser: type[Parser]) -> type[Parser]:
+def whole_parser(parser: type[Parser], variables: Mapping[str, Any]) -> type[Parser]:
     """A parser of vLLM that reads calls in whole answers alone.
 
     An answer with tools is streamed at its end, in one piece. Calls that the parser cannot read, or whose
     arguments are not a JSON object, stay the text that the policy wrote.
+
+    Args:
+        variables: Those of the chat template that a request has beside its own: whether an answer begins with thoughts
+            may depend on them.
     """
-    return type(f"Whole{parser.__name__}", (_WholeAnswers, parser), {})
+    return type(f"Whole{parser.__name__}", (_WholeAnswers, parser), {"variables": variables})
 
 
 def _has_arguments(call: FunctionCall) -> bool:

@@ -27,7 +27,7 @@ from vllm.renderers import ChatParams
 
 from gspo.common.streams.keys import GATEWAY, Keys
 from gspo.gateway.sessions.agent_rollout import NO_TURN, agent_rollout
-from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
+from gspo.gateway.sessions.recorder import Recorder
 from gspo.gateway.sessions.session_renderer import SessionRenderer
 from gspo.gateway.sessions.session_store import SessionStore
 from gspo.gateway.sessions.turns import Conversation, Message
@@ -122,7 +122,7 @@ class Agent(RuleBasedStateMachine):
         self.run(self.store.open(task, 0, LENGTHS["rollout_length"]))
         session = self.run(self.store.lease("worker"))
         assert session is not None
-        self.session, self.renderer = session, SessionRenderer(TemplateRenderer())
+        self.session = session
         self.numbers = itertools.count(1)
         self.sent: list[list[Message]] = []
         self.histories: list[list[Message]] = [[ASKED]]
@@ -228,9 +228,9 @@ class Agent(RuleBasedStateMachine):
         recorder = Recorder(self.session, self.store, self.config, TOKENIZER, None)
 
         async def started() -> list[int]:
-            recorder_of_request.set(recorder)
             params = ChatParams(chat_template_kwargs={"tools": None})
-            _, (prompt,) = await self.renderer.render_chat_async([messages], params)
+            renderer = SessionRenderer(TemplateRenderer(), recorder)
+            _, (prompt,) = await renderer.render_chat_async([messages], params)
             await recorder.started(SamplingParams(max_tokens=100))
             return list(prompt["prompt_token_ids"])
 

@@ -50,7 +50,7 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=9).map(
 
 @cache
 def parser_named(name: str, reasoning: str = "") -> type[Parser]:
-    return whole_parser(ParserManager.get_parser(name, reasoning, enable_auto_tools=True))
+    return whole_parser(ParserManager.get_parser(name, reasoning, enable_auto_tools=True), {})
 
 
 def request_with(tools: list[Any] | None) -> ChatCompletionRequest:

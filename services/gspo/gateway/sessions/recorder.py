@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,8 +29,6 @@ _LEAST_TEMPERATURE = 1e-5
 # How often it is seen whether requests side by side have freed tokens.
 _LOOK_EVERY_S = 0.1
 T = TypeVar("T")
-# Of the HTTP request that runs now, if it is an agent's; the HTTP server sets it.
-recorder_of_request: ContextVar[Recorder | None] = ContextVar("recorder_of_request", default=None)
 
 
 @dataclass
@@ -39,7 +36,7 @@ class Recorder:
     """Records one request of a session.
 
     Attributes:
-        parser: vLLM's parser of calls and thoughts, by which the client's message is made of the text; None keeps text.
+        parser: Of calls and thoughts, by which the client's message is made of the text (whole_parser); None keeps text.
         begin: What the request continues; None before it is rendered.
         template: What the chat template gets beside the messages, such as tools.
         has_calls: Whether the answer may have calls; the client may refuse them.
@@ -60,12 +57,6 @@ class Recorder:
     _num_behind: int = 0  # tokens of the branch behind its first context, with the new context
     _num_added: int = 0  # tokens that the context adds to the rollout
     _holds: bool = False  # tokens of the rollout, from `started` to the end of the request
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """Those of the chat template, from the task's data; a request may set others. Tools are the request's alone."""
-        variables = json.loads(self.session.task.prompt.template_json or "{}")
-        return {name: value for name, value in variables.items() if name != "tools"}
 
     async def conversation(self) -> Conversation:
         """The rollout's turns so far."""

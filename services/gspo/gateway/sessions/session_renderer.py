@@ -13,27 +13,23 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers import BaseRenderer, ChatParams
 
 from gspo.common.model.answer_place import ANSWER, tokens_behind_answer
-from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
+from gspo.gateway.sessions.recorder import Recorder
 from gspo.gateway.sessions.turns import Message, RecordedTurn, prefix_digests
 
 
 class SessionRenderer:
-    """A renderer of vLLM that gives agents' requests the tokens of the turns before.
+    """A renderer of vLLM for one request; an agent's gets the tokens of the turns before.
 
     Args:
         renderer: Renders; everything that is not here is its.
+        recorder: Records the request, if it is an agent's.
     """
 
-    def __init__(self, renderer: BaseRenderer) -> None:
-        self._renderer = renderer
+    def __init__(self, renderer: BaseRenderer, recorder: Recorder | None) -> None:
+        self._renderer, self._recorder = renderer, recorder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:
-        """The renderer's: vLLM asks it whether the chat template may have system messages within a conversation."""
-        return type(self._renderer)
 
     async def render_chat_async(
         self, conversations: Sequence[list[Any]], chat_params: ChatParams, *args: Any, **keys: Any
@@ -43,8 +39,8 @@ class SessionRenderer:
         Raises:
             VLLMValidationError: The messages are nested too deeply.
         """
-        if (recorder := recorder_of_request.get()) is not None:
-            chat_params = chat_params.with_defaults(recorder.variables)
+        if (recorder := self._recorder) is not None:
+            chat_params = chat_params.with_defaults(recorder.session.variables)
         try:
             rendered, prompts = await self._renderer.render_chat_async(conversations, chat_params, *args, **keys)
         except RecursionError as error:  # of vLLM's reader of a call's arguments
@@ -58,8 +54,8 @@ class SessionRenderer:
     async def render_cmpl_async(self, *args: Any, **keys: Any) -> Any:
         """As vLLM's; the prompt of an agent's request has the tokens of its session."""
         prompts = await self._renderer.render_cmpl_async(*args, **keys)
-        if (recorder := recorder_of_request.get()) is not None and len(prompts) == 1:
-            await self._record_text(recorder, prompts[0])
+        if self._recorder is not None and len(prompts) == 1:
+            await self._record_text(self._recorder, prompts[0])
         return prompts
 
     async def _record_chat(

@@ -8,6 +8,7 @@ each has the same effect if it is made twice.
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -187,6 +188,12 @@ class Session:
     def name(self) -> str:
         """The rollout's name, as in `partial`."""
         return rollout_key(self.task.group, self.number, self.task.evaluation)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Those of the chat template, from the task's data; a request may set others. Tools are the request's alone."""
+        variables = json.loads(self.task.prompt.template_json or "{}")
+        return {name: value for name, value in variables.items() if name != "tools"}
 
 
 @dataclass(frozen=True)

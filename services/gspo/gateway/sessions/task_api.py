@@ -20,7 +20,7 @@ from gspo.common.network.credentials import AGENT_KEY_PREFIX
 from gspo.common.network.http_server import ASGIApp, Receive, Scope, Send, reply
 from gspo.common.score_numbers import LARGEST_NUMBER
 from gspo.common.service.app import Service
-from gspo.gateway.sessions.recorder import Recorder, recorder_of_request
+from gspo.gateway.sessions.recorder import Recorder
 from gspo.gateway.sessions.session_store import Session, SessionLostError, SessionStore
 from gspo_proto.agent_pb2 import AgentResult
 
@@ -142,13 +142,14 @@ class CallerKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/":  # clients see by it, without a key, whether the address answers
             await reply(send, 200, {"status": "alive"})
-        elif why := await self._refusal(caller_key(scope), scope["path"]):
+        elif why := await self._refusal(scope):
             await refuse_key(scope, send, why)
         else:
             await self._app(scope, receive, send)
 
-    async def _refusal(self, key: str, path: str) -> str:
-        """Why a caller is refused; empty if it is not. An agent's request is recorded from here on."""
+    async def _refusal(self, scope: Scope) -> str:
+        """Why a caller is refused; empty if it is not. An agent's request gets its recorder."""
+        key, path = caller_key(scope), scope["path"]
         if not key.startswith(AGENT_KEY_PREFIX):
             return "" if is_token(key, self._token) else WRONG_KEY
         if path.startswith(f"{_TASKS}/"):
@@ -159,5 +160,5 @@ class CallerKeys:
             session = await self._store.session(key.removeprefix(AGENT_KEY_PREFIX))
         except SessionLostError as error:
             return str(error)
-        recorder_of_request.set(self._recorder(session))
+        scope.setdefault("state", {})["recorder"] = self._recorder(session)
         return ""
