@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
@@ -9,7 +11,7 @@ from redis.asyncio import Redis
 from gspo.common.streams.keys import GATEWAY, Keys
 from gspo.common.streams.token_counts import abandon, read_counts
 from gspo.gateway.sessions.session_store import RolloutTooLargeError, Session, SessionLostError, SessionStore
-from gspo_proto.agent_pb2 import TurnBegin, TurnEntry, TurnTokens
+from gspo_proto.agent_pb2 import AgentResult, TurnBegin, TurnEntry, TurnTokens
 from gspo_proto.rollout_pb2 import GroupTask
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -63,6 +65,20 @@ async def test_an_empty_secret_is_no_key(redis: Redis, keys: Keys, stores: list[
     for key in (f"{name}.", ".", "", name, "no-such."):
         with pytest.raises(SessionLostError):
             await stores[0].session(key)
+
+
+async def test_a_finished_rollout_leaves_no_lease(redis: Redis, keys: Keys, stores: list[SessionStore]) -> None:
+    session = await leased(redis, keys, stores[0])
+    assert await stores[1].reopen(session.name) == 0
+    assert await stores[1].lease("another") is None
+    await stores[1].finish(session.key, AgentResult(reward=1.0))
+    assert await stores[1].reopen(session.name) == 0
+    for late in (stores[0].renew(session.key), stores[0].release(session.key)):
+        with pytest.raises(SessionLostError):
+            await late
+    assert await redis.xlen(keys.agent_tasks) == 0
+    consumers: Any = await redis.xinfo_consumers(keys.agent_tasks, GATEWAY)
+    assert [consumer["name"] for consumer in consumers] == [b"lease"]
 
 
 async def test_the_bytes_of_a_rollout_are_bounded_with_those_of_cancelled_requests(redis: Redis, keys: Keys) -> None:

@@ -24,6 +24,7 @@ from redis.exceptions import ResponseError
 from gspo.common.errors import MalformedEntryError
 from gspo.common.streams.entries import MAX_ENTRY_BYTES, EntryTooLargeError, entry_kinds, make_letter, read_entry
 from gspo.common.streams.keys import Keys, consumer_groups
+from gspo.common.streams.leases import LEASE
 from gspo.common.streams.redis_client import num_broken_off
 from gspo.common.streams.token_counts import COUNTING, NO_TOKENS, NOT_COUNTED, EndedTokens, RolloutTokens
 from gspo.common.telemetry import metrics
@@ -34,22 +35,12 @@ DONE = b"done"
 _PENDING_AT_ONCE = 1000
 log = structlog.get_logger()
 
-# The beginning of every script below. KEYS[1] is the stream, ARGV[1] the consumer group, ARGV[2] the consumer.
-# XPENDING names the owner and how often the entry was handed out; both must be ours.
-_OWNS = """
-local function owns(entry, num_deliveries)
-  local lease = redis.call('XPENDING', KEYS[1], ARGV[1], entry, entry, 1)[1]
-  return lease and lease[2] == ARGV[2] and lease[4] == tonumber(num_deliveries)
-end
-"""
-
 # KEYS: stream, tokens, rollout_tokens, output streams. ARGV: consumer group, consumer, entry, deliveries, the six of
 # EndedTokens, payloads.
 _FINISH = """
 if not owns(ARGV[3], ARGV[4]) then return 0 end
 for i = 4, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 7]) end
-redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
-redis.call('XDEL', KEYS[1], ARGV[3])
+finish(ARGV[3])
 settle(KEYS[2], KEYS[3], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])
 return 1
 """
@@ -58,8 +49,7 @@ return 1
 # that is repeated finds no entry, and counts nothing.
 _ACKNOWLEDGE = """
 for i = 2, #ARGV, 7 do
-  redis.call('XACK', KEYS[1], ARGV[1], ARGV[i])
-  if redis.call('XDEL', KEYS[1], ARGV[i]) == 1 then
+  if finish(ARGV[i]) == 1 then
     settle(KEYS[2], KEYS[3], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6])
   end
 end
@@ -76,7 +66,7 @@ for i = 4, #ARGV, 8 do
   local lease = ARGV[i] .. ':' .. ARGV[i + 1]
   if ours[lease] == nil then
     ours[lease] = owns(ARGV[i], ARGV[i + 1]) or false
-    if ours[lease] then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID') end
+    if ours[lease] then renew(ARGV[i]) end
   end
   local is_new = ours[lease] and redis.call('HGET', KEYS[2], ARGV[i + 2]) ~= 'done'
   if is_new then
@@ -96,8 +86,7 @@ local finished = {}
 for i = 3, #ARGV, 3 do
   if owns(ARGV[i], ARGV[i + 1]) then
     redis.call('XADD', KEYS[2], '*', 'd', ARGV[i + 2])
-    redis.call('XACK', KEYS[1], ARGV[1], ARGV[i])
-    redis.call('XDEL', KEYS[1], ARGV[i])
+    finish(ARGV[i])
     finished[#finished + 1] = ARGV[i]
   end
 end
@@ -110,7 +99,7 @@ _RENEW = """
 local kept = {}
 for i = 3, #ARGV, 2 do
   if owns(ARGV[i], ARGV[i + 1]) then
-    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID')
+    renew(ARGV[i])
     kept[#kept + 1] = ARGV[i]
   end
 end
@@ -143,8 +132,7 @@ if not owns(ARGV[3], ARGV[4]) then return 0 end
 if ARGV[6] == '' or redis.call('HEXISTS', KEYS[2], ARGV[6]) == 1 then
   redis.call('XADD', KEYS[3], '*', 'd', ARGV[5])
 end
-redis.call('XACK', KEYS[1], ARGV[1], ARGV[3])
-redis.call('XDEL', KEYS[1], ARGV[3])
+finish(ARGV[3])
 return 1
 """
 
@@ -206,13 +194,13 @@ class Inbox:
         self._num_broken_off, self._next_look_s = num_broken_off(redis), time.monotonic() + lease_s
         self._consumer_group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
         self._is_evaluation = stream == keys.eval_prompts
-        self._finish_script = redis.register_script(_OWNS + COUNTING + _FINISH)
-        self._acknowledge_script = redis.register_script(COUNTING + _ACKNOWLEDGE)
-        self._put_many_script = redis.register_script(_OWNS + COUNTING + _PUT_MANY)
-        self._finish_many_script = redis.register_script(_OWNS + _FINISH_MANY)
-        self._renew_script = redis.register_script(_OWNS + _RENEW)
-        self._save_script = redis.register_script(_OWNS + COUNTING + _SAVE)
-        self._requeue_script = redis.register_script(_OWNS + _REQUEUE)
+        self._finish_script = redis.register_script(LEASE + COUNTING + _FINISH)
+        self._acknowledge_script = redis.register_script(LEASE + COUNTING + _ACKNOWLEDGE)
+        self._put_many_script = redis.register_script(LEASE + COUNTING + _PUT_MANY)
+        self._finish_many_script = redis.register_script(LEASE + _FINISH_MANY)
+        self._renew_script = redis.register_script(LEASE + _RENEW)
+        self._save_script = redis.register_script(LEASE + COUNTING + _SAVE)
+        self._requeue_script = redis.register_script(LEASE + _REQUEUE)
 
     async def take(self, count: int, block_s: float) -> list[Delivery]:
         """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then.

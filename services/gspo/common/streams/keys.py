@@ -36,7 +36,7 @@ class Keys:
         instances: Set of `service:uid` of every process that has registered.
         shift: Hash of the shift on shared GPUs: whether the generators or the learner have them (gpu_shift.py).
         gpu_engines: Hash of a generator's uid -> the record of its engine on shared GPUs (gpu_engines.py).
-        agent_open: List of the names of rollouts that wait for an agent (gateway/sessions/session_store.py).
+        agent_tasks: Stream of the names of rollouts that agents play (gateway/sessions/session_store.py).
         paused: Present while the issue of new groups is paused: PAUSED_BY_USER, or why.
     """
 
@@ -50,7 +50,7 @@ class Keys:
         self.partial, self.open = self.key("partial"), self.key("open")
         self.tokens, self.rollout_tokens = self.key("tokens"), self.key("rollout_tokens")
         self.shift, self.gpu_engines = self.key("shift"), self.key("gpu_engines")
-        self.agent_open = self.key("agent_open")
+        self.agent_tasks = self.key("agent_tasks")
         self.redis_epoch, self.instances, self.paused = (
             self.key("redis_epoch"),
             self.key("instances"),

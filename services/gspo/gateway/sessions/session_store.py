@@ -1,9 +1,9 @@
 """The rollouts that agents play, in Redis: open or leased to a worker, with all turns and the result.
 
-Every gateway of a run reads and writes the same. A rollout is a hash: its task, its attempt, the lease of its worker,
-its result. A list beside it has the turns of its conversation. Every write names the secret of the worker's key, so
-that a worker whose lease has ended can write nothing. A write whose reply is lost with its connection is made again, so
-each has the same effect if it is made twice.
+Every gateway of a run reads and writes the same. A rollout is an entry of the stream `agent_tasks`, and a hash: its
+task, its entry and attempt, its worker, its result. A list beside it has the turns of its conversation. The secret of
+the worker's key is the consumer that has the entry, so that a worker whose lease has ended can write nothing. A write
+whose reply is lost with its connection is made again, so each has the same effect if it is made twice.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 
 from gspo.common.streams.keys import GATEWAY, Keys, rollout_key
+from gspo.common.streams.leases import LEASE
 from gspo.common.streams.token_counts import COUNTING
 from gspo_proto.agent_pb2 import AgentResult, TurnEntry
 from gspo_proto.rollout_pb2 import GroupTask
@@ -28,131 +29,149 @@ _KEPT_S, _REPEATED_S = 24 * 3600, 600
 # An entry of one sampled token takes some 60 bytes. Contexts, their texts and cancelled requests are beside them.
 LEAST_ROLLOUT_BYTES, BYTES_A_TOKEN = 64 << 20, 256
 
-# KEYS: hash, open list. ARGV: name, seconds, then fields and values. A rollout that another gateway has opened stays.
+# The beginning of the two scripts without a worker: the first of them finds no consumer group. KEYS: stream, hash or
+# its prefix. ARGV: consumer group.
+_CREATE_GROUP = "redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', 'MKSTREAM')"
+
+# ARGV: consumer group, name, seconds, then fields and values. A rollout that another gateway has opened stays.
 _OPEN = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], unpack(ARGV, 3))
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-redis.call('RPUSH', KEYS[2], ARGV[1])
+if redis.call('EXISTS', KEYS[2]) == 1 then return 0 end
+redis.call('HSET', KEYS[2], 'entry', redis.call('XADD', KEYS[1], '*', 'd', ARGV[2]), unpack(ARGV, 4))
+redis.call('EXPIRE', KEYS[2], ARGV[3])
 return 1
 """
 
-# KEYS: open list, hash of the open groups. ARGV: prefix of the hashes, then fields and values of the lease. Rollouts of
-# groups that have ended are passed over.
+# KEYS: stream, prefix of the hashes, hash of the open groups. ARGV: consumer group, secret, then fields and values of
+# the lease. Rollouts of groups that have ended are passed over. A look at an empty stream makes no consumer of the
+# secret's name.
 _LEASE = """
 while true do
-  local name = redis.call('LPOP', KEYS[1])
-  if not name then return false end
-  local group = redis.call('HGET', ARGV[1] .. name, 'group')
-  if group and (group == '' or redis.call('HEXISTS', KEYS[2], group) == 1) then
-    redis.call('HSET', ARGV[1] .. name, 'free', redis.call('HGET', ARGV[1] .. name, 'budget'), unpack(ARGV, 2))
+  local reply = redis.call('XREADGROUP', 'GROUP', ARGV[1], 'lease', 'COUNT', 1, 'STREAMS', KEYS[1], '>')
+  if not reply then return false end
+  local entry, name = reply[1][2][1][1], reply[1][2][1][2][2]
+  local group = redis.call('HGET', KEYS[2] .. name, 'group')
+  if group and (group == '' or redis.call('HEXISTS', KEYS[3], group) == 1) then
+    renew(entry)
+    redis.call('HSET', KEYS[2] .. name, 'free', redis.call('HGET', KEYS[2] .. name, 'budget'), unpack(ARGV, 3))
     return name
   end
+  finish(entry)
 end
 """
 
-# The beginning of the scripts below. KEYS: hash, turns. ARGV[1] is the secret.
+# The beginning of the scripts below. KEYS: stream, hash, turns. ARGV: consumer group, secret. A rollout that is opened
+# again is another entry, so each is handed out once.
 _NOT_PLAYED = -1
 _PLAYS = f"""
-if redis.call('HGET', KEYS[1], 'secret') ~= ARGV[1] or redis.call('HEXISTS', KEYS[1], 'result') == 1 then
-  return {_NOT_PLAYED}
-end
+local entry = redis.call('HGET', KEYS[2], 'entry')
+if not entry or not owns(entry, 1) then return {_NOT_PLAYED} end
 """
 
-# ARGV: secret, then fields and values.
-_WRITE = "redis.call('HSET', KEYS[1], unpack(ARGV, 2)) return 1"
+_READ = "return redis.call('HGETALL', KEYS[2])"
 
-# KEYS: hash, turns, finished. ARGV: secret, result, seconds, text of the key `finished` for so long. The session goes
-# with its rollout, perhaps before a worker without the reply asks again.
-_FINISH = "redis.call('HSET', KEYS[1], 'result', ARGV[2]) redis.call('SETEX', KEYS[3], ARGV[3], ARGV[4]) return 1"
+# ARGV: consumer group, secret, milliseconds of silence.
+_RENEW = "renew(entry, ARGV[3]) return 1"
 
-# KEYS: hash, turns, tokens, rollout_tokens, hash of the open groups. ARGV: secret, end of the lease, seconds, entry,
-# name, sampled tokens, 1 for an evaluation, field of the turn's entries, number of this one, bytes of all entries at
-# most. Tokens of a group that has ended are counted, and no rollout has them.
+# KEYS: stream, hash, turns, finished. ARGV: consumer group, secret, result, seconds, text of the key `finished` for so
+# long. The session goes with its rollout, perhaps before a worker without the reply asks again.
+_FINISH = """
+finish(entry)
+redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+redis.call('HSET', KEYS[2], 'result', ARGV[3])
+redis.call('SETEX', KEYS[4], ARGV[4], ARGV[5])
+return 1
+"""
+
+# KEYS: stream, hash, turns, tokens, rollout_tokens, hash of the open groups. ARGV: consumer group, secret, seconds,
+# entry, name, sampled tokens, 1 for an evaluation, field of the turn's entries, number of this one, bytes of all
+# entries at most. Tokens of a group that has ended are counted, and no rollout has them.
 _TOO_LARGE = -3
 _APPEND = f"""
-local group = redis.call('HGET', KEYS[1], 'group')
-local has_ended = group ~= '' and redis.call('HEXISTS', KEYS[5], group) == 0
-if tonumber(redis.call('HGET', KEYS[1], ARGV[8]) or 0) > tonumber(ARGV[9]) then
+local group = redis.call('HGET', KEYS[2], 'group')
+local has_ended = group ~= '' and redis.call('HEXISTS', KEYS[6], group) == 0
+if tonumber(redis.call('HGET', KEYS[2], ARGV[8]) or 0) > tonumber(ARGV[9]) then
   return has_ended and {_NOT_PLAYED} or 1
 end
 local size = string.len(ARGV[4])
-if redis.call('HINCRBY', KEYS[1], 'bytes', size) > tonumber(ARGV[10]) then
-  redis.call('HINCRBY', KEYS[1], 'bytes', -size)
+if redis.call('HINCRBY', KEYS[2], 'bytes', size) > tonumber(ARGV[10]) then
+  redis.call('HINCRBY', KEYS[2], 'bytes', -size)
   return {_TOO_LARGE}
 end
-redis.call('HSET', KEYS[1], ARGV[8], ARGV[9] + 1)
+redis.call('HSET', KEYS[2], ARGV[8], ARGV[9] + 1)
 if has_ended then
-  local _, before = rollout_tokens(KEYS[4], ARGV[5])
-  refuse(KEYS[3], KEYS[4], ARGV[5], ARGV[1], before + ARGV[6], before)
+  local _, before = rollout_tokens(KEYS[5], ARGV[5])
+  refuse(KEYS[4], KEYS[5], ARGV[5], ARGV[2], before + ARGV[6], before)
   return {_NOT_PLAYED}
 end
-redis.call('HSET', KEYS[1], 'until', ARGV[2])
-redis.call('RPUSH', KEYS[2], ARGV[4])
-redis.call('EXPIRE', KEYS[2], ARGV[3])
+renew(entry)
+redis.call('RPUSH', KEYS[3], ARGV[4])
+redis.call('EXPIRE', KEYS[3], ARGV[3])
 if ARGV[7] == '1' then
-  add(KEYS[3], 'evaluation', tonumber(ARGV[6]))
+  add(KEYS[4], 'evaluation', tonumber(ARGV[6]))
 else
-  local kept, sampled = rollout_tokens(KEYS[4], ARGV[5])
-  record(KEYS[3], KEYS[4], ARGV[5], ARGV[1], kept + ARGV[6], sampled + ARGV[6], sampled, '0')
+  local kept, sampled = rollout_tokens(KEYS[5], ARGV[5])
+  record(KEYS[4], KEYS[5], ARGV[5], ARGV[2], kept + ARGV[6], sampled + ARGV[6], sampled, '0')
 end
 return 1
 """
 
 # The tokens that a request in flight may yet use are in a field of their own, which names the gateway of the request.
-# If it dies, they are free again. ARGV: secret, tokens of the context, tokens of the answer at most, that field,
-# prefix of the gateways' heartbeats. Returns the tokens that the answer may have.
+# If it dies, they are free again. ARGV: consumer group, secret, tokens of the context, tokens of the answer at most,
+# that field, prefix of the gateways' heartbeats. Returns the tokens that the answer may have.
 _RESERVED = "reserved:"
 _NONE_FREE, _ALL_RESERVED = 0, -2
 _RESERVE = f"""
-local free = tonumber(redis.call('HGET', KEYS[1], 'free')) - ARGV[2]
+local free = tonumber(redis.call('HGET', KEYS[2], 'free')) - ARGV[3]
 if free < 1 then return {_NONE_FREE} end
-for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-  local gateway = field ~= ARGV[4] and string.match(field, '^{_RESERVED}(%w+):')
-  if gateway and redis.call('EXISTS', ARGV[5] .. gateway) == 1 then
-    free = free - redis.call('HGET', KEYS[1], field)
+for _, field in ipairs(redis.call('HKEYS', KEYS[2])) do
+  local gateway = field ~= ARGV[5] and string.match(field, '^{_RESERVED}(%w+):')
+  if gateway and redis.call('EXISTS', ARGV[6] .. gateway) == 1 then
+    free = free - redis.call('HGET', KEYS[2], field)
   elseif gateway then
-    redis.call('HDEL', KEYS[1], field)
+    redis.call('HDEL', KEYS[2], field)
   end
 end
 if free < 1 then return {_ALL_RESERVED} end
-local granted = math.min(free, tonumber(ARGV[3]))
-redis.call('HSET', KEYS[1], ARGV[4], ARGV[2] + granted)
+local granted = math.min(free, tonumber(ARGV[4]))
+redis.call('HSET', KEYS[2], ARGV[5], ARGV[3] + granted)
 return granted
 """
 
-# ARGV: secret, temperature. Returns 1 if it is that of all the rollout's requests so far.
+# ARGV: consumer group, secret, temperature. Returns 1 if it is that of all the rollout's requests so far.
 _AGREE = """
-redis.call('HSETNX', KEYS[1], 'temperature', ARGV[2])
-return redis.call('HGET', KEYS[1], 'temperature') == ARGV[2] and 1 or 0
+redis.call('HSETNX', KEYS[2], 'temperature', ARGV[3])
+return redis.call('HGET', KEYS[2], 'temperature') == ARGV[3] and 1 or 0
 """
 
-# ARGV: secret, field of a request, tokens that it has used, field of its entries: without any it has used none.
+# ARGV: consumer group, secret, field of a request, tokens that it has used, field of its entries: without any it has
+# used none.
 _SETTLE = """
-redis.call('HDEL', KEYS[1], ARGV[2])
-if redis.call('HDEL', KEYS[1], ARGV[4]) == 1 then
-  redis.call('HSET', KEYS[1], 'free', redis.call('HGET', KEYS[1], 'free') - ARGV[3])
+redis.call('HDEL', KEYS[2], ARGV[3])
+if redis.call('HDEL', KEYS[2], ARGV[5]) == 1 then
+  redis.call('HSET', KEYS[2], 'free', redis.call('HGET', KEYS[2], 'free') - ARGV[4])
 end
 return 1
 """
 
-# KEYS: hash, turns, open list, tokens, rollout_tokens. ARGV: name, time. Opens a rollout again if its worker's lease
-# has ended.
-_REOPEN = """
-local lease_end = redis.call('HGET', KEYS[1], 'until')
-if not lease_end or tonumber(lease_end) > tonumber(ARGV[2]) then return 0 end
-if redis.call('HEXISTS', KEYS[1], 'result') == 1 then return 0 end
-redis.call('HDEL', KEYS[1], 'secret', 'until', 'temperature', 'bytes')
-for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-  if string.find(field, '^RESERVED') then redis.call('HDEL', KEYS[1], field) end
+# KEYS: stream, hash, turns, tokens, rollout_tokens. ARGV: consumer group, name, time of a lease in milliseconds. Opens
+# a rollout again if its worker was silent for so long.
+_REOPEN = f"""
+local entry = redis.call('HGET', KEYS[2], 'entry')
+local lease = entry and redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], entry, entry, 1)[1]
+if not lease then return 0 end
+finish(entry)
+redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], lease[2])
+redis.call('HDEL', KEYS[2], 'worker', 'temperature', 'bytes')
+for _, field in ipairs(redis.call('HKEYS', KEYS[2])) do
+  if string.find(field, '^{_RESERVED}') then redis.call('HDEL', KEYS[2], field) end
 end
-redis.call('DEL', KEYS[2])
-redis.call('RPUSH', KEYS[3], ARGV[1])
-if select(5, rollout_tokens(KEYS[5], ARGV[1])) then
-  record(KEYS[4], KEYS[5], ARGV[1], 'reopened', 0, 0, 0, '0')
+redis.call('DEL', KEYS[3])
+redis.call('HSET', KEYS[2], 'entry', redis.call('XADD', KEYS[1], '*', 'd', ARGV[2]))
+if select(5, rollout_tokens(KEYS[5], ARGV[2])) then
+  record(KEYS[4], KEYS[5], ARGV[2], 'reopened', 0, 0, 0, '0')
 end
-return redis.call('HINCRBY', KEYS[1], 'attempt', 1)
-""".replace("RESERVED", _RESERVED)
+return redis.call('HINCRBY', KEYS[2], 'attempt', 1)
+"""
 
 
 class SessionLostError(Exception):
@@ -171,7 +190,7 @@ class Session:
     """A rollout that a worker plays.
 
     Attributes:
-        key: The worker's key: the rollout's name and the secret of this attempt.
+        key: The worker's key: the rollout's name and the secret of this attempt. Others see the name alone.
         attempt: How often the rollout was handed out, from 1.
         began_unix_s: Time at which the worker got it.
         temperature: That of its requests, where agents choose it (agent.sampling); None before the first.
@@ -224,17 +243,18 @@ class SessionStore:
     def __init__(
         self, redis: Redis, keys: Keys, lease_s: float, uid: str, *, most_bytes: int = LEAST_ROLLOUT_BYTES
     ) -> None:
-        self._redis, self._keys, self._lease_s, self._uid = redis, keys, lease_s, uid
-        self._most_bytes = most_bytes
-        self._open_script = redis.register_script(_OPEN)
-        self._lease_script = redis.register_script(_LEASE)
-        self._write_script = redis.register_script(_PLAYS + _WRITE)
-        self._finish_script = redis.register_script(_PLAYS + _FINISH)
-        self._append_script = redis.register_script(_PLAYS + COUNTING + _APPEND)
-        self._reserve_script = redis.register_script(_PLAYS + _RESERVE)
-        self._agree_script = redis.register_script(_PLAYS + _AGREE)
-        self._settle_script = redis.register_script(_PLAYS + _SETTLE)
-        self._reopen_script = redis.register_script(COUNTING + _REOPEN)
+        self._redis, self._keys, self._uid = redis, keys, uid
+        self._stream, self._lease_ms, self._most_bytes = keys.agent_tasks, round(lease_s * 1000), most_bytes
+        self._open_script = redis.register_script(_CREATE_GROUP + _OPEN)
+        self._lease_script = redis.register_script(LEASE + _CREATE_GROUP + _LEASE)
+        self._read_script = redis.register_script(LEASE + _PLAYS + _READ)
+        self._renew_script = redis.register_script(LEASE + _PLAYS + _RENEW)
+        self._finish_script = redis.register_script(LEASE + _PLAYS + _FINISH)
+        self._append_script = redis.register_script(LEASE + _PLAYS + COUNTING + _APPEND)
+        self._reserve_script = redis.register_script(LEASE + _PLAYS + _RESERVE)
+        self._agree_script = redis.register_script(LEASE + _PLAYS + _AGREE)
+        self._settle_script = redis.register_script(LEASE + _PLAYS + _SETTLE)
+        self._reopen_script = redis.register_script(LEASE + COUNTING + _REOPEN)
 
     async def open(self, task: GroupTask, number: int, free_tokens: int) -> None:
         """Offer a rollout to workers, unless it is open or played already.
@@ -250,13 +270,13 @@ class SessionStore:
             "group": "" if task.evaluation else str(task.group),
             "budget": free_tokens,
         }
-        await self._open_script([self._hash(name), self._keys.agent_open], [name, _KEPT_S, *_flat(fields)])
+        await self._open_script([self._stream, self._hash(name)], [GATEWAY, name, _KEPT_S, *_flat(fields)])
 
     async def lease(self, worker: str) -> Session | None:
         """The rollout that is open longest, for a worker to play; None while there is none."""
-        secret, now = secrets.token_urlsafe(24), time.time()
-        fields = {"secret": secret, "until": now + self._lease_s, "worker": worker, "began": now}
-        name = await self._lease_script([self._keys.agent_open, self._keys.open], [self._hash(""), *_flat(fields)])
+        secret, fields = secrets.token_urlsafe(24), {"worker": worker, "began": time.time()}
+        keys = [self._stream, self._hash(""), self._keys.open]
+        name = await self._lease_script(keys, [GATEWAY, secret, *_flat(fields)])
         return None if name is None else await self.session(f"{name.decode()}.{secret}")
 
     async def session(self, key: str) -> Session:
@@ -265,13 +285,8 @@ class SessionStore:
         Raises:
             SessionLostError: It has none, or not any more.
         """
-        name, secret = _parts(key)
-        fields: Any = await self._redis.hgetall(self._hash(name)) if name else {}
-        # A rollout without a worker has no secret, and an empty one is not its.
-        is_leased = bool(secret) and secrets.compare_digest(fields.get(b"secret", b""), secret.encode())
-        if not is_leased or b"result" in fields:
-            raise SessionLostError
-        return _session(key, fields)
+        values = await self._run(self._read_script, key)
+        return _session(key, dict(zip(values[::2], values[1::2], strict=True)))
 
     async def renew(self, key: str) -> None:
         """Renew the lease.
@@ -279,7 +294,7 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        await self._write(key, {"until": time.time() + self._lease_s})
+        await self._run(self._renew_script, key, 0)
 
     async def release(self, key: str) -> None:
         """End the lease now, as its time would: another worker may play the rollout from its beginning.
@@ -287,7 +302,7 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        await self._write(key, {"until": 0.0})
+        await self._run(self._renew_script, key, self._lease_ms)
 
     async def finish(self, key: str, result: AgentResult) -> None:
         """Write the result, which ends the rollout. The same result may be written again.
@@ -315,7 +330,7 @@ class SessionStore:
             RolloutTooLargeError: It has used up its bytes.
         """
         name, num_tokens = _parts(key)[0], len(entry.tokens.token_ids)
-        args = time.time() + self._lease_s, _KEPT_S, entry.SerializeToString(), name, num_tokens, int(":" in name)
+        args = _KEPT_S, entry.SerializeToString(), name, num_tokens, int(":" in name)
         place = _written(entry.turn), number, self._most_bytes
         more_keys = [*self._ledger, self._keys.open]
         if await self._run(self._append_script, key, *args, *place, more_keys=more_keys) == _TOO_LARGE:
@@ -336,7 +351,7 @@ class SessionStore:
         gateways = self._keys.instance(GATEWAY, "")
         args = [context_tokens, answer_tokens, self._reserved(turn), gateways]
         granted = await self._run(self._reserve_script, key, *args)
-        return None if granted == _ALL_RESERVED else granted
+        return None if granted == _ALL_RESERVED else int(granted)
 
     async def settle(self, key: str, turn: str, used_tokens: int) -> None:
         """End what `reserve` holds for a request.
@@ -372,23 +387,19 @@ class SessionStore:
 
     async def reopen(self, name: str) -> int:
         """Open a rollout again if its worker's lease has ended; returns the number of the new attempt, else 0."""
-        keys = [self._hash(name), self._turns(name), self._keys.agent_open, *self._ledger]
-        args: list[Any] = [name, time.time()]
-        return int(await self._reopen_script(keys, args))
+        keys = [self._stream, self._hash(name), self._turns(name), *self._ledger]
+        return int(await self._reopen_script(keys, [GATEWAY, name, self._lease_ms]))
 
     async def forget(self, names: Sequence[str]) -> None:
         """Remove rollouts, which ends the leases of their workers."""
         if names:
             await self._redis.delete(*map(self._hash, names), *map(self._turns, names))
 
-    async def _write(self, key: str, fields: dict[str, Any]) -> None:
-        await self._run(self._write_script, key, *_flat(fields))
-
-    async def _run(self, script: AsyncScript, key: str, *args: Any, more_keys: Sequence[str] = ()) -> int:
+    async def _run(self, script: AsyncScript, key: str, *args: Any, more_keys: Sequence[str] = ()) -> Any:
         """The reply of a script that begins with `_PLAYS`."""
         name, secret = _parts(key)
-        keys = [self._hash(name), self._turns(name), *more_keys]
-        reply = int(await script(keys, [secret, *args]))
+        keys = [self._stream, self._hash(name), self._turns(name), *more_keys]
+        reply = await script(keys, [GATEWAY, secret, *args])
         if reply == _NOT_PLAYED:
             raise SessionLostError
         return reply
@@ -432,8 +443,6 @@ def _session(key: str, fields: dict[bytes, bytes]) -> Session:
 
 
 def _played(name: str, fields: dict[bytes, bytes]) -> PlayedRollout:
-    session = None
-    if b"secret" in fields:
-        session = _session(f"{name}.{fields[b'secret'].decode()}", fields)
+    session = _session(name, fields) if b"worker" in fields else None
     result = AgentResult.FromString(fields[b"result"]) if b"result" in fields else None
     return PlayedRollout(session, result, fields.get(b"worker", b"").decode(), not fields)
