@@ -65,6 +65,10 @@ def case_config(model: Path, learner: dict[str, Any]) -> Config:
 
 def gradient(trainer: Trainer) -> Iterator[torch.Tensor]:
     """The first optimizer step's gradient, parameter by parameter: AdamW's first moment is a tenth of it."""
+    if trainer._config.learner.zero_stage in (1, 2):  # DeepSpeed links the moments of the first group alone
+        optimizer = trainer.engine.deepspeed.optimizer
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
     for parameter in (it for it in trainer.engine.model.parameters() if it.requires_grad):
         if trainer._config.learner.zero_stage:
             moment = safe_get_full_optimizer_state(parameter, "exp_avg")

@@ -172,7 +172,9 @@ class _Loop:
 
     def figures(self) -> dict[str, float]:
         """Train, and say what was seen on the way."""
-        optimizer = torch.optim.AdamW(self.policy.parameters(), lr=self.rate, weight_decay=self.learner.weight_decay)
+        matrices, others = ([w for w in self.policy.parameters() if (w.ndim > 1) is matrix] for matrix in (True, False))
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.rate, weight_decay=self.learner.weight_decay)
         losses, norms, seen = [], [], []
         for number in sorted(set(self.mini_batch)):
             part = self.mini_batch == number

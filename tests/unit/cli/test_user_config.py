@@ -104,6 +104,22 @@ def test_a_run_stands_resolved_and_keeps_its_values_on_another_device(
         decide_start(tmp_path / "config.yaml", resume=True)
 
 
+def test_a_run_that_began_before_a_key_goes_on_without_it(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    stored = started(tmp_path, raw_config).run_dir / "config.yaml"
+    assert read_config(stored).learner.decay_matrices_only
+    keys = yaml.safe_load(stored.read_text())
+    del keys["learner"]["decay_matrices_only"]
+    stored.write_text(yaml.safe_dump(keys))
+    resumed = decide_start(tmp_path / "config.yaml", resume=True)
+    assert (resumed.config.learner.decay_matrices_only, resumed.changes) == (False, ())
+    adapters = config_of({**raw_config, "learner": {"lora": {"rank": 4}}}, tmp_path)  # the key has no effect there
+    assert adapters.for_run(adapters.for_device()) == adapters.for_device()
+    raw_config["learner"] = {"decay_matrices_only": True}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(raw_config))
+    with pytest.raises(InputError, match=r"decay_matrices_only was false and is now true"):
+        decide_start(tmp_path / "config.yaml", resume=True)
+
+
 def test_a_run_of_a_cpu_goes_on_as_it_was_on_gpus(
     tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,7 +134,7 @@ def change_keys(recorded: Mapping[str, Any], run_dir: Path, settings: Sequence[s
     before = parse_config(dict(recorded), run_dir, source=str(run_dir))
     keys = _copy(recorded)
     names = [_lay_over(keys, setting) for setting in settings]
-    config = parse_config(keys, Path.cwd(), source=OPTION)
+    config = parse_config(keys, Path.cwd(), source=OPTION, is_stored=True)
     values = {name: (key_value(before, name), key_value(config, name)) for name in names}
     for name, (old, new) in values.items():
         if old == new:

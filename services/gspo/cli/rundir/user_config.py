@@ -62,11 +62,16 @@ class UserConfig:
         return self._completed(values)
 
     def for_run(self, run: Config) -> Config:
-        """The configuration for a run that has started: the keys left to the device keep the run's values."""
-        values = {name: key_value(run, name) for name in self.left_out}
+        """The configuration for a run that has started: the keys left to the device keep the run's values.
+
+        So do those that came after the run's start.
+        """
+        later = [key.name for key in explain() if key.is_kept and run.missing_owner(key.name) is None]
+        kept = _left_out(self.keys, later)
+        values = {name: key_value(run, name) for name in [*self.left_out, *kept]}
         engine = self.for_cpus.generation.engine
-        if kept := {name: run.generation.engine[name] for name in ENGINE_ARGUMENTS if name in run.generation.engine}:
-            values[ENGINE] = {**kept, **engine}
+        if of_run := {name: run.generation.engine[name] for name in ENGINE_ARGUMENTS if name in run.generation.engine}:
+            values[ENGINE] = {**of_run, **engine}
         return self._completed(values)
 
     def note(self, config: Config) -> str:
@@ -105,5 +110,13 @@ def user_config(keys: Mapping[str, Any], base: Path, *, source: str = "configura
 
 def left_to_device(keys: Mapping[str, Any]) -> list[str]:
     """The keys whose default follows from the device, and that a user has not set; null sets nothing."""
-    names = [key.name.split(".") for key in explain() if key.on_gpus is not None]
-    return [f"{section}.{name}" for section, name in names if (keys.get(section) or {}).get(name) is None]
+    return _left_out(keys, [key.name for key in explain() if key.on_gpus is not None])
+
+
+def _left_out(keys: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return [
+        name
+        for name in names
+        for section, _, key in [name.partition(".")]
+        if (keys.get(section) or {}).get(key) is None
+    ]

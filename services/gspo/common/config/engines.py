@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
 
@@ -108,9 +109,15 @@ class LoraConfig(Section):
     )
 
 
+_NO_ADAPTERS = Owner(
+    "learner.lora.rank, whose adapters are matrices alone", lambda learner: not learner.lora.rank, is_rival=True
+)
+
+
 class LearnerConfig(Section):
     """The DeepSpeed learner."""
 
+    BEFORE: ClassVar[Mapping[str, Any]] = {"decay_matrices_only": False}
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="Arithmetic of training; bfloat16 keeps fp32 master weights, and on CPUs a float32 output layer",
@@ -124,6 +131,10 @@ class LearnerConfig(Section):
         0, ge=0, description="Steps over which the learning rate rises", json_schema_extra=ON_RESUME
     )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay", json_schema_extra=ON_RESUME)
+    decay_matrices_only: Annotated[bool, _NO_ADAPTERS] = Field(
+        True,
+        description="Whether weight decay leaves norms and biases as they are. Runs that began without it go on so",
+    )
     adam_betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays")
     max_grad_norm: PositiveFloat = Field(
         1.0, description="Gradients are scaled down to this norm", json_schema_extra=ON_RESUME

@@ -176,6 +176,7 @@ class Section(BaseModel):
         OWNER: The owner of all keys but those that make it; None: the section always has an effect.
         OWNED: More owners of its keys, and those of keys further within, by their paths.
         REMOVED: Keys that older runs have stored, with the value that then had no effect.
+        BEFORE: Keys that older runs lack, with the value that they then had: a run keeps its arithmetic.
     """
 
     may_change: ClassVar[bool] = False
@@ -183,6 +184,7 @@ class Section(BaseModel):
     OWNER: ClassVar[Owner | None] = None
     OWNED: ClassVar[Mapping[str, tuple[Owner, ...]]] = {}
     REMOVED: ClassVar[Mapping[str, Any]] = {}
+    BEFORE: ClassVar[Mapping[str, Any]] = {}
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @property
@@ -220,10 +222,11 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_removed_keys(cls, keys: Any, info: ValidationInfo) -> Any:
+    def _with_the_keys_of_now(cls, keys: Any, info: ValidationInfo) -> Any:
         if not isinstance(keys, dict) or not _is_stored(info):
             return keys
-        return {key: value for key, value in keys.items() if key not in cls.REMOVED or value != cls.REMOVED[key]}
+        kept = {key: value for key, value in keys.items() if key not in cls.REMOVED or value != cls.REMOVED[key]}
+        return {**cls.BEFORE, **kept}
 
     @model_validator(mode="after")
     def _keys_have_their_owners(self, info: ValidationInfo) -> Self:

@@ -65,7 +65,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         fix = f"Read it with the version of gspo that wrote it; this one writes and reads {FORMAT}"
         raise InputError(str(path), f"has the format {in_yaml(form):.40}", fix)
     if (path.parent / ENVIRONMENT_NAME).exists():
-        return _parsed(content, path.parent, str(path), is_stored=True).model_dump(mode="json")
+        return parse_config(content, path.parent, source=str(path), is_stored=True).model_dump(mode="json")
     return content
 
 
@@ -79,19 +79,16 @@ def _not_yaml(path: Path, error: yaml.YAMLError) -> InputError:
     return InputError(str(path), f"is not YAML: {place}: {context}{error.problem}", "Correct that line")
 
 
-def parse_config(keys: dict[str, Any], base: Path, *, source: str = "configuration") -> Config:
+def parse_config(keys: dict[str, Any], base: Path, *, source: str = "configuration", is_stored: bool = False) -> Config:
     """Validate a mapping; relative paths in it are taken from `base`.
 
     Args:
         source: Where the mapping comes from, for messages.
+        is_stored: Whether it is a run's, which has keys at their defaults where they have no effect.
 
     Raises:
         InputError: As for `read_config`, with every wrong key named.
     """
-    return _parsed(keys, base, source)
-
-
-def _parsed(keys: dict[str, Any], base: Path, source: str, *, is_stored: bool = False) -> Config:
     try:
         return Config.model_validate(keys, context={"base": base.resolve(), "is_stored": is_stored})
     except ValidationError as error:

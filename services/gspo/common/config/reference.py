@@ -21,6 +21,7 @@ class Key:
     Attributes:
         on_gpus: Its default on a machine with GPUs; None if the default is the same on every machine.
         owner: Keys without which it has no effect; empty without any.
+        is_kept: Whether runs that began before it go on with another value than the default.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Key:
     on_resume: bool
     on_gpus: Any = None
     owner: str = ""
+    is_kept: bool = False
 
 
 def explain() -> list[Key]:
@@ -52,10 +54,10 @@ def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
         else:
             owners = [part for part in field.metadata if isinstance(part, Owner)]
             owners += (*model.OWNED.get(name, ()), *Config.OWNED.get(f"{prefix}{name}", ()))
-            yield _key(f"{prefix}{name}", field, owners, may_change=model.may_change)
+            yield _key(f"{prefix}{name}", field, owners, may_change=model.may_change, is_kept=name in model.BEFORE)
 
 
-def _key(name: str, field: FieldInfo, owners: list[Owner], *, may_change: bool) -> Key:
+def _key(name: str, field: FieldInfo, owners: list[Owner], *, may_change: bool, is_kept: bool) -> Key:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     on_gpus = extra.get(ON_GPUS)
     return Key(
@@ -67,6 +69,7 @@ def _key(name: str, field: FieldInfo, owners: list[Owner], *, may_change: bool) 
         on_resume=bool(extra.get("on_resume", may_change)),
         on_gpus=on_gpus,
         owner=", ".join(owner.text for owner in owners if not owner.is_rival),
+        is_kept=is_kept,
     )
 
 

@@ -61,6 +61,8 @@ _STATE = "caller.json"
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 # In the names of the modules that turn positions into angles.
 _ROTARY = "Rotary"
+# The end of a bias's name, also of those that all experts of a layer have in one tensor; our own key of a group.
+_BIAS, _DECAYS = "bias", "decays"
 
 
 class PolicyEngine:
@@ -203,13 +205,22 @@ class PolicyEngine:
     def _start_engine(self) -> Any:
         learner = self._config.learner
         optimizer = torch.optim.AdamW(
-            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+            self._parameter_groups(),
             lr=learner.learning_rate,
             betas=learner.adam_betas,
             weight_decay=learner.weight_decay,
             fused=True,
         )
         return deepspeed.initialize(model=self.model, optimizer=optimizer, config=engine_config(self._config))[0]
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """AdamW's groups of the trained parameters: one, or a second one without weight decay."""
+        groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+        for name, weight in self._trained():
+            shape = getattr(weight, "ds_shape", weight.shape)  # a rank's part under ZeRO 3 is flat
+            is_matrix = len(shape) > 1 and not name.endswith(_BIAS)
+            groups[is_matrix or not self._config.learner.decay_matrices_only].append(weight)
+        return [{"params": weights, _DECAYS: decays} for decays, weights in groups.items() if weights]
 
     def _rounded_weights(self) -> list[torch.nn.Parameter]:
         """The weights that passes may gather rounded; the same ones on every rank."""
@@ -342,7 +353,8 @@ class PolicyEngine:
     def set_hyperparameters(self, hyperparameters: Hyperparameters) -> None:
         """Make the next updates with these; a loaded checkpoint brought those of its own step."""
         for group in self.deepspeed.optimizer.param_groups:
-            group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
+            group["lr"] = hyperparameters.learning_rate
+            group["weight_decay"] = hyperparameters.weight_decay if group[_DECAYS] else 0.0
         if self._config.learner.zero_stage:
             self.deepspeed.optimizer.clip_grad = hyperparameters.max_grad_norm
         self.model.checkpoint_activations(hyperparameters.gradient_checkpointing)

@@ -66,6 +66,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "algorithm.objective: clip and algorithm.importance_sampling: seq": {"algorithm.objective": "cispo"},
     "algorithm.loss.path, whose function is the whole loss of a token": {"algorithm.loss.path": "l.py"},
     "staleness.max_lag of at least 1": {"staleness.max_lag": 0},
+    "learner.lora.rank, whose adapters are matrices alone": {"learner.lora.rank": 8},
     **{
         f"data.sources that all have their own {(name := key.rpartition('.')[2])}": {
             "data.sources": [{"name": "s", "prompts": "p.jsonl", name: value}],
@@ -184,6 +185,8 @@ def test_a_run_that_was_stored_with_the_keys_of_all_kinds_is_read(tmp_path: Path
     path, keys = tmp_path / "config.yaml", yaml.safe_load(file.read_text())
     path.write_text(yaml.safe_dump(keys))
     check_stored(path, "has no effect without")
+    learner = read_config(path).learner
+    assert learner.lora.rank or not learner.decay_matrices_only  # it began before this key
     path.write_text(yaml.safe_dump(keys | {"algorithm": keys["algorithm"] | {"overlong_penalty": 7.0}}))
     with pytest.raises(InputError, match=r"algorithm\.overlong_penalty: 7\.0 has no effect"):
         read_config(path)

@@ -45,7 +45,9 @@ class PlainLoop:
         self, folder: Path, learning_rate: float = 1e-3, temperature: float | None = 1.0, max_grad_norm: float = 1.0
     ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0)
+        weights = list(self.model.parameters())
+        groups = [{"params": [weight for weight in weights if (weight.ndim > 1) is matrix]} for matrix in (True, False)]
+        self.optimizer = torch.optim.AdamW(groups, lr=learning_rate, weight_decay=0.0)
         self.temperature, self.max_grad_norm = temperature, max_grad_norm
 
     def train(self, rows: Sequence[Row]) -> float:
@@ -329,10 +331,15 @@ def test_a_resumed_run_makes_the_same_bits(folder: Path, tmp_path: Path, dtype: 
     assert digest(second) == digest(through)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_what_may_change_on_resume_takes_effect_on_resume(folder: Path, tmp_path: Path, zero_stage: int) -> None:
-    """A checkpoint of DeepSpeed brings the old learning rate, weight decay and, under ZeRO 1 and 2, gradient clip."""
-    stage = {"zero_stage": zero_stage}
+@pytest.mark.parametrize(("zero_stage", "norms_decay"), [*((stage, False) for stage in range(4)), (0, True), (3, True)])
+def test_what_may_change_on_resume_takes_effect_on_resume(
+    folder: Path, tmp_path: Path, zero_stage: int, norms_decay: bool
+) -> None:
+    """A checkpoint of DeepSpeed brings the old learning rate, weight decay and, under ZeRO 1 and 2, gradient clip.
+
+    Norms decay in runs that began before learner.decay_matrices_only.
+    """
+    stage = {"zero_stage": zero_stage, "decay_matrices_only": not norms_decay}
     first = Trainer(make_config(folder, algorithm=GSPO, learner={**stage, "max_grad_norm": 1e-3}), folder)
     train(first, 1, make_rows(folder))
     first.engine.save(tmp_path / "checkpoint", {})
@@ -342,8 +349,8 @@ def test_what_may_change_on_resume_takes_effect_on_resume(folder: Path, tmp_path
     train(resumed, 2, make_rows(folder, step=2))
     plain = PlainLoop(folder, max_grad_norm=1e-3)
     plain.train(make_rows(folder))
-    for group in plain.optimizer.param_groups:
-        group |= {"lr": 5e-4, "weight_decay": 10.0}
+    for group, decay in zip(plain.optimizer.param_groups, (10.0, 10.0 * norms_decay), strict=True):
+        group |= {"lr": 5e-4, "weight_decay": decay}
     plain.max_grad_norm = 0.5
     plain.train(make_rows(folder, step=2))
     assert_same_weights(resumed, plain.model.state_dict())
