@@ -13,10 +13,13 @@ from pathlib import Path
 import structlog
 
 from gspo.common.config.schema import Config
+from gspo.common.evaluation_schedule import overdue
 from gspo.common.streams.keys import evaluation_label
 from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry.activity import Activity
+from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.storage.best_version import BestVersion
+from gspo.learner.storage.candidates import forget_unmeasured, keep_only, read_unmeasured, save_unmeasured
 from gspo.learner.storage.run_directory import RunDir
 from gspo_proto.rollout_pb2 import EvaluationDone
 
@@ -41,6 +44,8 @@ class EvaluationGate:
         self._best: BestVersion | None = None
         if self._figure is not None:
             self._best = BestVersion(run_dir.path, self._figure.figure, run_dir.scores(self._figure.weights))
+        # A version that is measured in the place of one before it.
+        self._stands_in: int | None = None
         self._recorded = asyncio.Event()
         self.recorded_unix_s = 0.0
 
@@ -48,6 +53,29 @@ class EvaluationGate:
     def max_wait_s(self) -> float:
         """Longest that the evaluations of one version may take."""
         return self._config.evaluation.timeout_s * max(1, len(self._config.evaluation.files))
+
+    def begin(self, newest: PolicyWeights) -> PolicyWeights | None:
+        """Settle what an earlier process left in `candidates/`.
+
+        Returns:
+            An earlier version whose evaluations that process did not end: generators are to serve it until they are
+            recorded. None without one. If its weights are gone, the newest version is measured instead.
+        """
+        due = overdue(self._config, newest.version, self._run_dir.evaluations)
+        unmeasured = None
+        if 0 < due < newest.version and self._config.evaluation.hold_weights:
+            digest = self._run_dir.versions[due].digest if due in self._run_dir.versions else ""
+            unmeasured = read_unmeasured(self._run_dir.path, due, digest)
+            if unmeasured is not None and unmeasured.dtype != newest.dtype:  # a resume may change the generators'
+                unmeasured = None
+            self._stands_in = newest.version if unmeasured is None else None
+        keep_only(self._run_dir.path, {newest.version} | ({due} if unmeasured else set()))
+        return unmeasured
+
+    def keep_unmeasured(self, weights: PolicyWeights) -> None:
+        """Keep a version for the next start if its evaluations are not recorded."""
+        if self.holds(weights.version):
+            save_unmeasured(self._run_dir.path, weights)
 
     async def record(self, done: EvaluationDone) -> None:
         """Record an evaluation, and keep its version if it is the best."""
@@ -57,12 +85,14 @@ class EvaluationGate:
             if labels <= self._run_dir.evaluations.keys():
                 score = self._run_dir.scores(self._figure.weights).get(done.version)
                 await asyncio.to_thread(self._best.record_score, done.version, score)
+        if not self.holds(done.version):
+            await asyncio.to_thread(forget_unmeasured, self._run_dir.path, done.version)
         self.recorded_unix_s = time.time()
         self._recorded.set()
 
     def is_candidate(self, version: int, *, last: bool = False) -> bool:
         """Whether a version will be measured and may be kept: that of the start, one between two steps, or the last."""
-        return self._best is not None and (last or version == 0 or self._config.is_measured(version))
+        return self._best is not None and (last or version == 0 or self._is_measured(version))
 
     def save_candidate(self, version: int, write: Callable[[Path], None], *, last: bool = False) -> None:
         """Save a version if it `is_candidate`."""
@@ -85,7 +115,10 @@ class EvaluationGate:
             await wait_until_set(self._recorded, _POLL_S)
 
     def _missing(self, version: int) -> list[str]:
-        if not self._config.evaluation.hold_weights or not self._config.is_measured(version):
+        if not self._config.evaluation.hold_weights or not self._is_measured(version):
             return []
         labels = [evaluation_label(version, file) for file in self._config.evaluation.files]
         return [label for label in labels if label not in self._run_dir.evaluations]
+
+    def _is_measured(self, version: int) -> bool:
+        return self._config.is_measured(version) or version == self._stands_in

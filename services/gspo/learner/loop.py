@@ -155,13 +155,18 @@ class Learner:
                 await self.checkpoints.write(self._trained_version)
 
     async def _start(self) -> None:
-        await self._save_candidate()
         newest = self.versions.newest
-        self._publish(newest)
+        unmeasured = await asyncio.to_thread(self._gate.begin, newest)
+        await self._save_candidate()
+        self._publish(unmeasured or newest)
         await self._shifts.end()
         self._service.problems.clear()
         metrics.STEP_TIMESTAMP.set_to_current_time()
         log.info("learner_ready", version=newest.version, digest=newest.digest[:12], epoch=self._run_dir.epoch)
+        if unmeasured is not None:
+            log.info("measures_earlier_version", version=unmeasured.version)
+            await self._wait_for_evaluations(unmeasured.version)
+            self._publish(newest)
 
     def _reason_to_end(self) -> str:
         return self._end.reason(self._trained_version, self._trained_s)
@@ -260,8 +265,14 @@ class Learner:
 
     async def _hold(self, step: int) -> None:
         """Wait for the evaluations of the version before a step's."""
-        await self._gate.wait(step - 1, lambda: self._end.is_stopped or bool(self.publisher.refusal))
+        await self._wait_for_evaluations(step - 1)
         self._clock.end_phase(StepPhase.HOLD)
+        if self._end.is_stopped and (served := self.publisher.newest) is not None:
+            keep = partial(self._gate.keep_unmeasured, served)
+            await self.trainer.write_overlapped("a version that is not measured yet", keep)
+
+    async def _wait_for_evaluations(self, version: int) -> None:
+        await self._gate.wait(version, lambda: self._end.is_stopped or bool(self.publisher.refusal))
 
     async def _end_shift(self) -> None:
         """Hand shared GPUs back, and wake the generators with the newest version."""

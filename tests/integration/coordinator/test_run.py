@@ -173,6 +173,28 @@ async def test_several_files_are_measured_one_by_one_and_the_best_is_scored_on_e
     assert 'gspo_evaluation_version{file="easy"} 1.0' in text
 
 
+@pytest.mark.parametrize(("live", "label"), [(2, "v2"), (3, "v3")], ids=["served again", "its weights are gone"])
+async def test_an_evaluation_that_a_stop_ended_is_made_after_the_resume(
+    redis: Redis,
+    keys: Keys,
+    configure: Configure,
+    coordinator: CoordinatorProcess,
+    learner: LearnerPeer,
+    generator: GeneratorPeer,
+    until: Until,
+    live: int,
+    label: str,
+) -> None:
+    learner.progress.step = learner.progress.version = 3
+    learner.progress.live_version = -1
+    learner.progress.evaluations.append("v0")
+    coordinator.start(configure(held_out=3, evaluation={"every": 2}))
+    await learner.live(live)
+    await until(answers(generator, [], redis, keys, 1), "the evaluation")
+    (measured,) = await heard(redis, keys, "evaluation_done")
+    assert (measured.evaluation, measured.version) == (label, live)
+
+
 async def test_an_evaluation_that_gets_no_answers_is_given_up_and_training_begins(
     redis: Redis,
     keys: Keys,

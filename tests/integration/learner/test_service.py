@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -229,17 +228,20 @@ async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept
         await feeder.event("step_done", num=2)
         assert lines(config, "metrics.jsonl")[1]["figures"]["hold_s"] > 0.0
         assert best() == 1
+        await feeder.feed(range(8, 12), 2)
+        await recorded_version(3)
         process.send_signal(signal.SIGKILL)
         process.wait(10)
 
-    # Killed while version 2 waits to be measured: it is still there, and the scores are read back.
-    shutil.rmtree(config.run_dir / "candidates" / "step-000002", ignore_errors=True)
+    # Killed while version 3 waits for the figures of version 2, whose weights are in its candidate alone.
+    assert (config.run_dir / "candidates" / "step-000002" / "model.safetensors").is_file()
     with service_process("learner", config, redis_url, "--resume") as process:
-        await feeder.feed(range(8, 12), 2)
-        await recorded_version(3)
-        assert (config.run_dir / "candidates" / "step-000002" / "model.safetensors").is_file()
+        async with asyncio.timeout(120):
+            while not await list_instances(redis, keys, "learner") or await doing() != ("waiting", "evaluation", "v2"):
+                await asyncio.sleep(0.1)
         await measured(2, 0.5)
         await feeder.event("training_done", timeout_s=120)
+        assert not (config.run_dir / "candidates" / "step-000002").exists()
         assert best() == 1
         await measured(3, 0.875)
         await coordinator.send(Event(finished=Finished(reason="done")))

@@ -14,8 +14,10 @@ import pytest
 from gspo.common.config.loading import parse_config
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.evaluation_gate import EvaluationGate
+from gspo.learner.storage.candidates import candidate_folder
 from gspo.learner.storage.run_directory import RunDir
 from gspo_proto.rollout_pb2 import EvaluationDone
+from tests.support.push_peers import policy
 
 
 @pytest.fixture
@@ -118,3 +120,48 @@ async def test_with_several_sources_the_best_version_has_the_best_weighted_mean(
     }
     assert held_out(run_dir, data={"sources": sources}, keep_best="sampled_mean").is_candidate(0)
     assert run_dir.scores({"a": 3.0, "b": 1.0}) == pytest.approx({0: 0.6, 2: 0.5875, 4: 0.325})
+
+
+def recorded_versions(run_dir: RunDir, last: int) -> None:
+    for version in range(last + 1):
+        run_dir.append_version(version, policy(version).digest, policy(version).dtype)
+
+
+async def test_a_version_whose_evaluation_was_stopped_is_served_again_until_it_is_recorded(run_dir: RunDir) -> None:
+    recorded_versions(run_dir, 3)
+    stopped = held_out(run_dir)
+    await stopped.record(done(2, "a"))
+    stopped.keep_unmeasured(policy(2))
+    kept = run_dir.path / "candidates" / "unmeasured-000002"
+    assert kept.is_dir()
+    resumed = held_out(run_dir)
+    unmeasured = resumed.begin(policy(3))
+    assert unmeasured is not None and (unmeasured.version, unmeasured.digest) == (2, policy(2).digest)
+    assert not resumed.holds(3)
+    await resumed.record(done(2, "b"))
+    assert not kept.exists()
+    assert held_out(run_dir).begin(policy(3)) is None
+
+
+async def test_the_candidate_of_a_version_that_was_never_measured_is_served_and_others_go(run_dir: RunDir) -> None:
+    recorded_versions(run_dir, 5)
+    gate = held_out(run_dir, keep_best="a/sampled_mean")
+    for version in (2, 4):
+        held_out(run_dir).keep_unmeasured(policy(version))
+        (run_dir.path / "candidates" / f"unmeasured-{version:06d}").rename(candidate_folder(run_dir.path, version))
+    unmeasured = gate.begin(policy(5))
+    assert unmeasured is not None and unmeasured.version == 4
+    assert [path.name for path in (run_dir.path / "candidates").iterdir()] == ["step-000004"]
+
+
+async def test_where_the_weights_are_gone_the_newest_version_is_measured_and_may_be_kept(run_dir: RunDir) -> None:
+    recorded_versions(run_dir, 3)
+    held_out(run_dir).keep_unmeasured(policy(2))
+    run_dir.append_version(2, "of another machine", "bfloat16")
+    gate = held_out(run_dir, keep_best="a/sampled_mean")
+    assert gate.begin(policy(3)) is None
+    assert not list((run_dir.path / "candidates").iterdir())
+    assert gate.holds(3) and gate.is_candidate(3)
+    for file in "ab":
+        await gate.record(done(3, file))
+    assert not gate.holds(3)

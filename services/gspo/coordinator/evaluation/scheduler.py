@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Collection
 
+from gspo.common.evaluation_schedule import overdue
 from gspo.common.service.app import Service
 from gspo.common.streams.instances import wait_for_instance
 from gspo.common.streams.keys import GENERATION, evaluation_label
@@ -65,12 +66,14 @@ class EvaluationScheduler:
             self.before_training = self.request(0)
 
     def catch_up(self, version: int, live_version: int, recorded: Collection[str]) -> None:
-        """Make a version due whose step had no event: the learner may wait for its figures."""
+        """Make a version due whose step had no event, or whose evaluation an earlier process did not end.
+
+        The learner may wait for its figures. If it has the weights no more, the version that is live is measured.
+        """
         for candidate in (version, live_version):
-            labels = {evaluation_label(candidate, file) for file in self._files}
-            is_due = self._config.is_measured(candidate) and candidate not in self._requested_versions
-            if is_due and labels - {*recorded}:
-                self._due = candidate
+            due = overdue(self._config, max(0, candidate), recorded)
+            if due and due not in self._requested_versions:
+                self._due = due
 
     def on_step(self, step: int, version: int) -> None:
         """A step is done; its version is due by evaluation.every. The last version is measured at the end."""

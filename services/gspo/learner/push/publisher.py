@@ -97,6 +97,11 @@ class Publisher:
         self._published_s = time.monotonic()
         self.wake()
 
+    @property
+    def newest(self) -> PolicyWeights | None:
+        """The version that generators are to serve; None before the first."""
+        return self._newest
+
     def wake(self) -> None:
         """Look at the generators now."""
         self._woken.set()

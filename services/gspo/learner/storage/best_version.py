@@ -11,10 +11,11 @@ from pathlib import Path
 import structlog
 
 from gspo.common.host.durable_write import fsync, replace_file
+from gspo.learner.storage.candidates import CANDIDATES, candidate_folder
 from gspo.learner.storage.durable_files import temporary
 from gspo.runlog.run_log import best_of
 
-BEST, CANDIDATES, FACTS = "best", "candidates", "best.json"
+BEST, FACTS = "best", "best.json"
 log = structlog.get_logger()
 
 
@@ -32,7 +33,7 @@ class BestVersion:
     """
 
     def __init__(self, run_dir: Path, figure: str, scores: Mapping[int, float]) -> None:
-        self._folder, self._candidates, self._figure = run_dir / BEST, run_dir / CANDIDATES, figure
+        self._run_dir, self._folder, self._figure = run_dir, run_dir / BEST, figure
         self._scores = dict(scores)
         # A small file may be measured before a large model is written.
         self._lock = threading.Lock()
@@ -79,9 +80,10 @@ class BestVersion:
 
     def _tidy(self) -> None:
         """Complete an interrupted move: the best version is in `best/`, and no other measured version is kept."""
-        for unfinished in self._candidates.glob(".step-*"):
+        candidates = self._run_dir / CANDIDATES
+        for unfinished in candidates.glob(".step-*"):
             shutil.rmtree(unfinished)
-        for path in list(self._candidates.glob("step-*")):
+        for path in list(candidates.glob("step-*")):
             if (version := int(path.name.removeprefix("step-"))) in self._scores:
                 self._settle(version)
         before = temporary(self._folder)
@@ -90,8 +92,7 @@ class BestVersion:
         shutil.rmtree(before, ignore_errors=True)
 
     def _path(self, version: int) -> Path:
-        # Step s makes version s.
-        return self._candidates / f"step-{version:06d}"
+        return candidate_folder(self._run_dir, version)
 
     def _kept(self) -> int | None:
         """The version in `best/`; None while there is none."""

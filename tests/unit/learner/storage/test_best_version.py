@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gspo.learner.storage.best_version import BEST, CANDIDATES, FACTS, BestVersion
+from gspo.learner.storage.best_version import BEST, FACTS, BestVersion
+from gspo.learner.storage.candidates import CANDIDATES
 
 
 def model(version: int) -> Callable[[Path], None]:
