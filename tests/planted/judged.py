@@ -19,7 +19,7 @@ _SECTIONS = ("algorithm", "staleness", "learner", "reward", "evaluation")
 _MOST_STEPS = 10
 
 
-def _configured(minimal: Mapping[str, Any], name: str) -> Config:
+def configured_run(minimal: Mapping[str, Any], name: str) -> Config:
     """The configuration of a planted run, without paths of files."""
     example = yaml.safe_load((ROOT / "examples/arithmetic/config.yaml").read_text())
     keys = {section: example.get(section, {}) | dict(FAULTS[name].sections.get(section, {})) for section in _SECTIONS}
@@ -34,7 +34,7 @@ def steps_by_finding(minimal: Mapping[str, Any], name: str, run: Mapping[str, An
         recent.add(int(step[NUMBER]), step)
     for record in run["evaluations"]:
         recent.add_evaluation(record["file"], record["version"], record["figures"])
-    seen = {finding.rule: steps for finding, steps in all_findings(recent.judged(), _configured(minimal, name))}
+    seen = {finding.rule: steps for finding, steps in all_findings(recent.judged(), configured_run(minimal, name))}
     return seen | {check["rule"]: [0] for check in run["checks"]}
 
 

@@ -15,7 +15,8 @@ from gspo.common.network.http_server import BoundedBodies
 from gspo.common.service.app import App, Service, Work, run_app
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.findings import Finding
-from gspo.coordinator.data.prompt_checks import prompt_findings
+from gspo.common.telemetry.first_answers import first_answers
+from gspo.coordinator.data.prompt_checks import FAULTS, prompt_findings
 from gspo.coordinator.data.prompts import PromptSet, held_out_prompts, training_prompts
 from gspo.coordinator.data.tokenizer import load_tokenizer
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler, run_standalone_evaluation
@@ -62,7 +63,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
     if training is None:  # one evaluation of the given model: no learner, no groups
         main: Work = partial(run_standalone_evaluation, service, scheduler)
     else:
-        views.coordinator = Coordinator(service, GroupLedger(service, training), scheduler)
+        views.coordinator = Coordinator(service, GroupLedger(service, training), scheduler, views.checks)
         main = views.coordinator.run
         curriculum = views.coordinator.curriculum
 
@@ -73,7 +74,7 @@ async def startup(service: Service) -> AsyncIterator[App]:
 
 
 def _read_prompts(service: Service) -> tuple[list[PromptSet] | None, dict[str, PromptSet], list[Finding]]:
-    """Training prompts by source, held-out ones by file, and findings about them; runs in a thread.
+    """Training prompts by source, held-out ones by file, and the findings of the start; runs in a thread.
 
     There are no training prompts where this is only an evaluation.
     """
@@ -85,13 +86,16 @@ def _read_prompts(service: Service) -> tuple[list[PromptSet] | None, dict[str, P
     tokenizer = load_tokenizer(service.config.model)
     training = None if service.options.evaluate else training_prompts(service.config, tokenizer, progress)
     held_out = held_out_prompts(service.config, tokenizer, progress)
-    for start in RunLog(service.options.run_dir).data_files()[-1:]:
+    run_log = RunLog(service.options.run_dir)
+    for start in run_log.data_files()[-1:]:
         for change in start.changes:
             log.warning("data_files_changed", step=start.step, detail=change)
     checks = prompt_findings(training or (), held_out.values())
-    write_checks(RunLog(service.options.run_dir).folder, checks)
+    for record in run_log.steps()[:1]:
+        checks += first_answers(record.figures, service.config) if record.step == 1 else []
+    write_checks(run_log.folder, checks)
     for check in checks:
-        metrics.FINDING.labels(check.rule).set(1)
+        metrics.FINDING.labels(check.rule).set(check.rule in FAULTS)
     for prompts in training or ():
         log.info("prompts", key=prompts.key, usable=len(prompts), skipped=prompts.num_skipped)
     return training, held_out, checks

@@ -8,7 +8,9 @@ end it waits for the last version, unblocked by VersionLive.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Mapping
 
 import structlog
 from google.protobuf.message import Message
@@ -17,13 +19,16 @@ from gspo.common.service.app import Service
 from gspo.common.streams.entries import word_of
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.advice import RULES, findings
-from gspo.common.telemetry.findings import RecentSteps
+from gspo.common.telemetry.findings import Finding, RecentSteps
+from gspo.common.telemetry.first_answers import FIRST_ANSWERS, first_answers
 from gspo.coordinator.ending import Ending
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.feed import EventFeed, LearnerProgress
 from gspo.coordinator.groups.ledger import GroupLedger
 from gspo.coordinator.redis_state import IssuePause, RedisEpoch, update_gauges
 from gspo.coordinator.stall_watch import Remedy, StallWatch
+from gspo.runlog.checks import write_checks
+from gspo.runlog.run_log import RunLog
 from gspo_proto.learner_pb2 import ProgressReply
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
@@ -52,14 +57,24 @@ class Coordinator:
 
     Attributes:
         recent: The newest steps and evaluations. At the start they come from the stream of events.
+
+    Args:
+        checks: The findings of the start, to which those of the first answers are added.
     """
 
-    def __init__(self, service: Service, ledger: GroupLedger, scheduler: EvaluationScheduler) -> None:
+    def __init__(
+        self,
+        service: Service,
+        ledger: GroupLedger,
+        scheduler: EvaluationScheduler,
+        checks: list[Finding] | None = None,
+    ) -> None:
         self._service, self._ledger, self.slots = service, ledger, ledger.slots
         self.scheduler, self.ending = scheduler, Ending(service.config.run)
         self.feed, self.pause = EventFeed(service), IssuePause(service.redis, service.keys)
         self._learner, self._redis_epoch = LearnerProgress(service), RedisEpoch(service.redis, service.keys)
         self._stalls = StallWatch(service.redis, service.keys, service.config)
+        self._checks = [] if checks is None else checks
         self.recent, self._warned = RecentSteps(service.config.evaluation.headline), set[str]()
         self._next_watch_s = 0.0
         # Whether the last tick left slots free that the next one can fill.
@@ -168,11 +183,21 @@ class Coordinator:
         for rule in RULES:
             metrics.FINDING.labels(rule.name).set(rule.name in seen)
 
+    def _check_first_answers(self, figures: Mapping[str, float]) -> None:
+        """Keep the findings of step 1, which was sampled before any update, with those of the start."""
+        seen = first_answers(figures, self._service.config)
+        self._checks[:] = [*(check for check in self._checks if check.rule != FIRST_ANSWERS), *seen]
+        write_checks(RunLog(self._service.options.run_dir).folder, self._checks)
+        for check in seen:
+            log.warning("finding", rule=check.rule, text=check.text)
+
     async def _apply(self, body: Message) -> None:
         self._note(body)
         match body:
             case StepDone() as step:
                 self._judge()
+                if step.step == 1:
+                    await asyncio.to_thread(self._check_first_answers, step.figures)
                 self._ledger.on_step(step)
                 self.scheduler.on_step(step.step, step.version)
             case GroupsSettled(groups=groups):

@@ -1,4 +1,4 @@
-"""The findings of a start about its prompts: the lines of `log/checks.jsonl`, which each start writes anew."""
+"""The findings about prompts and first answers: the lines of `log/checks.jsonl`, which each start writes anew."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from gspo.cli.findings import DoctorFinding
 from gspo.cli.run.evaluation import EvaluationSpec, measure
 from gspo.common.config.schema import Config
-from gspo.common.telemetry.learning_rules import sample_findings
+from gspo.common.telemetry.first_answers import sample_findings
 
 # To each source. A group of a run has as many answers as the run says, and this is a look, no measurement.
 _PROMPTS, _ANSWERS = 4, 4

@@ -14,7 +14,6 @@ from gspo.common.config.schema import Config
 from gspo.common.telemetry.findings import (
     HELD_OUT,
     HELD_OUT_ERROR,
-    Finding,
     Rule,
     Said,
     Steps,
@@ -58,19 +57,6 @@ _TRY_REWARD = ("`gspo reward try` with answers of the log",)
 def has_signal(steps: Steps, config: Config) -> bool:
     """Whether the rewards of the last steps teach anything; without it speed is of no use."""
     return not apply_rules([_NO_SIGNAL], steps, config)
-
-
-def sample_findings(figures: Mapping[str, float], config: Config) -> dict[str, Finding]:
-    """Findings from the figures of a few answers alone, before any step: whether they could teach something.
-
-    An absent signal names answers that are cut off among its causes, so it stands alone.
-    """
-    sampled, rules = (figures,), (_NO_SIGNAL, _WEAK_SIGNAL, _CUT_OFF)
-    judged = [rule for rule in rules if rule.applies(config) and rule.has_figures(figures)]
-    findings = {rule.name: rule.finding(sampled, config) for rule in judged if rule.holds(sampled, config)}
-    if _NO_SIGNAL.name in findings:
-        findings.pop(_CUT_OFF.name, None)
-    return findings
 
 
 def _groups_give_signal(config: Config) -> bool:

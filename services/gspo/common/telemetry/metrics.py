@@ -70,7 +70,11 @@ SLOTS = _coordinator.gauge("gspo_slots", "Most groups open at a time")
 PROMPTS_EQUAL = _coordinator.gauge(
     "gspo_prompts_equal", "Under data.curriculum: prompts whose last known group had equal rewards", ["source"]
 )
-FINDING = _coordinator.gauge("gspo_finding", "Whether a rule on learning has a finding at the newest step", ["rule"])
+FINDING = _coordinator.gauge(
+    "gspo_finding",
+    "Whether a rule on learning has a finding at the newest step, or a check of held-out prompts had one",
+    ["rule"],
+)
 GROUPS_SETTLED = _coordinator.counter("gspo_groups_settled", "Groups settled, by settlement", ["settlement"])
 EVALUATION_FIGURE = _coordinator.gauge(
     "gspo_evaluation_figure", "Figures of the last evaluation on a held-out file, as in its record", ["file", "figure"]

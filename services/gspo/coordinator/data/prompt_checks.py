@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from gspo.common.telemetry.findings import Finding
 from gspo.coordinator.data.prompts import PromptSet
 
+# The others follow from a choice of the user's: they are shown, and are no alert.
+FAULTS = ("held_out_in_training", "held_out_twice")
+
 
 def prompt_findings(training: Sequence[PromptSet], held_out: Iterable[PromptSet]) -> list[Finding]:
     """Prompts that are skipped or continued, or are there twice, and held-out prompts that are trained on."""
