@@ -80,6 +80,7 @@ class LearnerPeer:
         results: Those of the settled groups in order, each with whether its rewards differed; None: it does not answer.
         differs: Says it of a group.
         activity: What its heartbeat says.
+        figures: Those of every step.
     """
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
@@ -93,7 +94,7 @@ class LearnerPeer:
             port=0,
             token="",
         )
-        self.down = False
+        self.down, self.figures = False, dict[str, float]()
         self.results: list[tuple[int, bool]] | None = []
         self.differs: Callable[[int], bool] = lambda _: True
         self._beats: asyncio.Task[None] | None = None
@@ -127,7 +128,7 @@ class LearnerPeer:
         self._settle(groups, "trained")
         self.progress.step = self.progress.version = self.progress.version + 1
         if not silent:
-            figures = {"train_s": float(self.progress.step)}
+            figures = {"train_s": float(self.progress.step), **self.figures}
             done = StepDone(step=self.progress.step, version=self.progress.version, groups=groups, figures=figures)
             await self.send(Event(step_done=done))
         return int(self.progress.version)

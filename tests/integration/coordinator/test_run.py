@@ -92,7 +92,8 @@ async def test_measured_before_between_and_after(
     generator: GeneratorPeer,
     until: Until,
 ) -> None:
-    coordinator.start(configure(held_out=3, evaluation={"limit_between": 1, "every": 2}))
+    run_dir = configure(held_out=3, evaluation={"limit_between": 1, "every": 2})
+    coordinator.start(run_dir)
     tasks: list[Any] = []
 
     async def all_asked() -> bool:
@@ -109,6 +110,8 @@ async def test_measured_before_between_and_after(
     assert {task.evaluation for task in tasks} == {"v0"}
 
     await until(has_open(redis, keys), "training groups after the evaluation")
+    rewards = {"reward_mean": 0.0, "reward_min": 0.0, "reward_max": 0.0, "response_tokens_mean": 2.0}
+    learner.figures = {"groups": 2.0, "zero_spread_groups": 1.0, **rewards}
     for groups in ([0, 1], [2, 3]):
         await learner.live(await learner.trained(groups))
     await until(answers(generator, tasks, redis, keys, 2), "the evaluation after step 2")
@@ -126,6 +129,8 @@ async def test_measured_before_between_and_after(
     (finished,) = await heard(redis, keys, "finished")
     assert (finished.reason, finished.end) == ("2 steps are done", RUN_END_COMPLETED)
     assert await coordinator.exit_code() == 0
+    (check,) = (run_dir / "log" / "checks.jsonl").read_text().splitlines()
+    assert '"first_answers"' in check and "every answer gets 0" in check
     assert await redis.hlen(keys.partial) == 0
     assert await redis.xlen(keys.eval_prompts) == 0
     assert await redis.xlen(keys.eval_scored) == 0
