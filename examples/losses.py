@@ -1,4 +1,4 @@
-"""Losses of your own, for `algorithm.loss: {path: losses.py, entry: reinforce}`; docs/gspo.md has the rules.
+"""Losses of your own, for `algorithm.loss: {path: losses.py, entry: reinforce}`; docs/objectives.md has the rules.
 
 Not part of the package. `gspo` is the built-in loss at its default clip, written again.
 """

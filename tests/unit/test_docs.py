@@ -93,8 +93,8 @@ def test_keys_that_are_named_exist() -> None:
     )
 
 
-def test_keys_of_the_algorithm_are_all_in_its_document() -> None:
-    text = (ROOT / "docs/gspo.md").read_text()
+def test_keys_of_the_algorithm_are_all_in_its_documents() -> None:
+    text = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("gspo", "objectives"))
     named = {word for name in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[a-z_]+", name)}
     sizes = {"preset", "rollout_batch_size", "num_return_sequences_in_group", "prompt_length", "max_refill"}
     assert set(AlgorithmConfig.model_fields) - sizes - named == set()
@@ -267,7 +267,7 @@ def test_the_columns_of_the_step_log_are_explained_in_their_order() -> None:
 
 
 def test_the_table_of_clips_is_the_rule() -> None:
-    text = (ROOT / "docs/gspo.md").read_text()
+    text = (ROOT / "docs/clips.md").read_text()
     section = text.partition("## Clip and answer length")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| \d", line)]
     assert len(rows) == 7

@@ -44,7 +44,7 @@ differ by more than their answers do, so a claim on one seed is weak.
 - {times}
 """
 _CAUSES = """
-Means over the steps of runs that recorded the causes ([gspo.md](gspo.md#why-sequences-are-outside-the-clip)). The \
+Means over the steps of runs that recorded the causes ([clips.md](clips.md#why-sequences-are-outside-the-clip)). The \
 noise is that of the steps that measured it; with recomputed log-probs, neither noise nor lag is in the ratio. The \
 last column is the clip, equal on both sides, that leaves at most 1 % of a step to noise: the median over the steps.
 """.strip()

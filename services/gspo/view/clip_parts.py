@@ -1,6 +1,6 @@
 """The part of the clip in each answer of a group, from step file and token records: the ratio and its causes.
 
-docs/gspo.md has the ratio and the three causes: the engines' noise, the lag of the sampling weights, and the policy's
+docs/clips.md has the three causes: the engines' noise, the lag of the sampling weights, and the policy's
 movement within a step. Records hold log-probs at an answer's own update alone, so not every answer shows all three.
 """
 

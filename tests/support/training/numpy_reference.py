@@ -1,4 +1,4 @@
-"""The formulas of docs/gspo.md in float64 NumPy, one loop at a time, without a line of gspo_core.
+"""The formulas of docs/gspo.md and docs/objectives.md in float64 NumPy, one loop at a time, without gspo_core.
 
 Slow and plain on purpose: what is tested is written with tensors, this with loops.
 """

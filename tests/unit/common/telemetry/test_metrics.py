@@ -99,16 +99,15 @@ def test_the_document_lists_every_metric_with_its_type_labels_and_help() -> None
 def explained_figures() -> tuple[set[str], tuple[str, ...]]:
     """Figures of a step with a meaning in the documents: whole names, and beginnings of names that end in _."""
     names: set[str] = set()
-    for page in (DOCUMENT, ROOT / "docs/gspo.md"):
-        for table in re.findall(r"^\| figure \| meaning \|\n.*?\n\n", text_of(page), re.MULTILINE | re.DOTALL):
-            for line in table.strip().splitlines()[2:]:
-                words = re.findall(r"`(\w+)`", line.split("|")[1])
-                whole = {word for word in words if not word.startswith("_")}
-                # `reward_mean`, `_std`; `clipped_sequences`, also with `_low`
-                endings = [word for word in words if word.startswith("_")]
-                names |= whole | {
-                    f"{base}{end}" for one in whole for base in (one, one.rpartition("_")[0]) for end in endings
-                }
+    for table in re.findall(r"^\| figure \| meaning \|\n.*?\n\n", text_of(DOCUMENT), re.MULTILINE | re.DOTALL):
+        for line in table.strip().splitlines()[2:]:
+            words = re.findall(r"`(\w+)`", line.split("|")[1])
+            whole = {word for word in words if not word.startswith("_")}
+            # `reward_mean`, `_std`; `clipped_sequences`, also with `_low`
+            endings = [word for word in words if word.startswith("_")]
+            names |= whole | {
+                f"{base}{end}" for one in whole for base in (one, one.rpartition("_")[0]) for end in endings
+            }
     return names, tuple(name for name in names if name.endswith("_"))
 
 
