@@ -16,14 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import sys
-import tempfile
-import time
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,40 +32,17 @@ from gspo.agents.player.task import Task
 from gspo.agents.relay import Dial, Relay, dial_host, readable
 from gspo.agents.worker import AgentFailedError, RolloutLostError
 from gspo.common.config.gateway import AgentConfig
-from gspo.common.host.module_command import SUPERVISOR_VARIABLE
 from gspo.common.plain_json import whole_text
 from gspo.common.score_numbers import NUMBER_RULE, bounded_number
-from gspo.reward.sandbox.bubblewrap import (
-    ENVIRONMENT,
-    ETC,
-    INSIDE,
-    SHOWN,
-    memory_folder,
-    new_namespaces,
-    new_uid,
-    proc_and_dev,
-    python_places,
-    shown_paths,
-    site_folders,
-    start_process,
-    system_folders,
-)
-from gspo.reward.sandbox.inside import scratch
+from gspo.reward.sandbox.bubblewrap import INSIDE, new_uid, python_places, site_folders, start_process
 from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.memory_watch import MemoryWatch
+from gspo.reward.sandbox.program_sandbox import END_S, ProgramSandbox
 
 # The agent's own imports, on a busy machine.
 LOAD_TIMEOUT_S = 120.0
-_END_S, _GRACE_S, _LOOK_EVERY_S = 5.0, 1.0, 0.005
-# Files in memory: of a rollout, and of /dev/shm.
-FOLDER_BYTES, SHARED_BYTES = 256 * 2**20, 64 * 2**20
-# As many as fit if none is empty: of each, the kernel has a kilobyte beside the size.
-FOLDER_FILES, SHARED_FILES = 65536, 4096
-_NUM_TASKS = 1024
-_MAX_OUTPUT_BYTES, _MAX_LINE = 65536, 4096
-_MAX_ANSWER_BYTES = 2**20
+_MAX_OUTPUT_BYTES, _MAX_ANSWER_BYTES = 65536, 2**20
 _MAX_DESCRIPTORS = 250
-_FOLDER_INSIDE, _SHARED_INSIDE = "/tmp", "/dev/shm"  # noqa: S108 - of the sandbox alone
 _LOOPBACK = "127.0.0.1"
 _PLAYER = Path(player.__file__).parent
 # Certificates of authorities, for connections of TLS to named hosts.
@@ -88,34 +60,22 @@ program.main(agent_profile.confine_agent, confine.hide, agent_profile.become_rol
 log = structlog.get_logger()
 
 
-class AgentSandbox:
+class AgentSandbox(ProgramSandbox):
     """A place for sandboxes: each plays one rollout and ends with it; another is started by `start`, or on demand.
 
     Args:
-        level: bubblewrap or rlimits.
         gateway: Opens a connection to a gateway.
-        watch: Ends it if it has too much memory.
         max_connections: Through its relays at a time; further ones wait.
     """
 
     def __init__(
         self, config: AgentConfig, level: ConfinementLevel, gateway: Dial, watch: MemoryWatch, max_connections: int
     ) -> None:
-        self._config, self._filter, self._gateway = config, level.filter, gateway
-        self._wrapped = level.name == "bubblewrap"
-        self._watch, self._max_connections, self._url = watch, max_connections, ""
-        self._process: asyncio.subprocess.Process | None = None
-        self._folder: Path | None = None
+        super().__init__(level, watch, config.memory_mb)
+        self._config, self._gateway, self._max_connections, self._url = config, gateway, max_connections, ""
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._relays: list[Relay] = []
-        self._printing: asyncio.Task[None] | None = None
-        self._rollout, self._num_printed, self._last_line = "", 0, ""
-        self._excess = ""
-
-    @property
-    def pid(self) -> int | None:
-        """The id of its first process; None while it has none."""
-        return self._process.pid if self._process and self._process.returncode is None else None
+        self._rollout, self._num_printed, self._excess = "", 0, ""
 
     async def start(self) -> None:
         """Start it and load the agent, unless it is running.
@@ -134,7 +94,7 @@ class AgentSandbox:
                 loaded = await self._receive()
         except (OSError, EOFError, TimeoutError) as error:
             await asyncio.sleep(0)  # the last line may have come with the end
-            reason = self._last_line or str(error) or f"it took longer than {LOAD_TIMEOUT_S:g} s"
+            reason = self.last_line or str(error) or f"it took longer than {LOAD_TIMEOUT_S:g} s"
             await self.close()
             raise RolloutLostError(f"the agent's sandbox does not start: {reason}") from error
         except BaseException:
@@ -154,7 +114,7 @@ class AgentSandbox:
         await self.start()
         self._rollout, self._num_printed = task.id, 0
         if self.pid is not None:
-            self._watch.add(self.pid, self._config.memory_mb, self._end_for_memory, has_network=self._wrapped)
+            self._watch.add(self.pid, self._memory_mb, self._end_for_memory, has_network=self._wrapped)
         try:
             await self._send({"task": asdict(replace(task, base_url=f"{self._url}/v1"))})
             answer = await self._receive()
@@ -175,57 +135,36 @@ class AgentSandbox:
         if self._process is not None:
             self._watch.remove(self._process.pid)
         self._kill()
-        if not await self._has_ended(_END_S):  # without namespaces, and stopped or within the agent's own import
+        if not await self._has_ended(END_S):  # without namespaces, and stopped or within the agent's own import
             self._kill_group()
-            await self._has_ended(_END_S)
-        if self._process is not None:
-            with suppress(TimeoutError):  # unless a process that has left it holds the end of its output
-                async with asyncio.timeout(_GRACE_S):
-                    await self._process.wait()
-        if self._printing is not None:
-            self._printing.cancel()
-            await asyncio.gather(self._printing, return_exceptions=True)
+            await self._has_ended(END_S)
         for relay in self._relays:
             await relay.__aexit__()
         if self._streams:
             self._streams[1].transport.abort()
-        if self._folder is not None:
-            scratch.remove(self._folder)
-        self._process, self._folder, self._streams, self._printing, self._relays = None, None, None, None, []
-
-    async def _has_ended(self, patience_s: float) -> bool:
-        # Not by wait(): it also waits for the ends of pipes, which another process may have inherited.
-        deadline_s = time.monotonic() + patience_s
-        while self.pid is not None and time.monotonic() < deadline_s:
-            await asyncio.sleep(_LOOK_EVERY_S)
-        return self.pid is None
+        self._streams, self._relays = None, []
+        await self._clean_up()
 
     def _kill(self) -> None:
         """Every process: with the first one of a namespace all others end. Without one, the program ends the others."""
         if not self._wrapped and self._streams:
             self._streams[1].transport.abort()
-        else:
+        elif self.pid is not None:
             self._kill_group()
-
-    def _kill_group(self) -> None:
-        if self.pid is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
 
     async def _launch(self) -> None:
         here, there = socket.socketpair()
-        folder = self._folder = Path(tempfile.mkdtemp(prefix="gspo-agent-")).resolve()
-        uid = new_uid()
-        folder.chmod(0o1777 if not self._wrapped else 0o755)
+        folder, uid = self._make_folder("gspo-agent-", 0o755 if self._wrapped else 0o1777), new_uid()
         places = [*python_places(), _PLAYER, *map(Path, _CERTIFICATES), *self._visible()]
         folders, paths = [str(INSIDE.parent), str(_PLAYER.parent)], site_folders()
         program = _PROGRAM.format(folders=folders, paths=paths)
         python = [sys.executable, "-I", "-u", "-X", "utf8", "-c", program, str(there.fileno())]
-        command = [*(self._bubblewrap(places, uid, folder) if self._wrapped else []), *python]
+        more = self._name_files(folder) if self._wrapped else []
+        command = [*self._bubblewrap(places, uid, "CAP_NET_BIND_SERVICE", more=more), *python]
         with there:
             self._process = await start_process(
                 *command,
-                env=self._environment(),
+                env=self._environment("agent"),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -235,52 +174,30 @@ class AgentSandbox:
         listen = self._inner_addresses() if self._wrapped else []
         here.setblocking(False)
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(here, framed(self._setup(places, uid, folder, listen)))
+        await loop.sock_sendall(here, framed(self._setup(places, uid, listen)))
         await self._open_relays(await _passed_out(here) if listen else [socket.create_server((_LOOPBACK, 0))])
         self._streams = await asyncio.open_connection(sock=here)
 
-    def _setup(self, places: list[Path], uid: int, folder: Path, listen: list[tuple[str, int]]) -> dict[str, Any]:
-        config, wrapped = self._config, self._wrapped
-        return {
-            "listen": listen,
-            "uid": uid,
-            "user_namespace": wrapped,
-            "places": [str(place) for place in places],
-            "in_memory": {_FOLDER_INSIDE: FOLDER_FILES, _SHARED_INSIDE: SHARED_FILES} if wrapped else {},
-            "memory_mb": config.memory_mb,
-            "num_tasks": _NUM_TASKS if wrapped or uid else 16 * _NUM_TASKS,
-            "filter": self._filter.hex(),
-            "path": str(config.path.resolve()) if config.path else "",
-            "entry": config.entry,
-            "command": list(config.command),
-            "reads": [str(path.resolve()) for path in config.reads],
-            "folder": _FOLDER_INSIDE if wrapped else str(folder),
-        }
+    def _setup(self, places: list[Path], uid: int, listen: list[tuple[str, int]]) -> dict[str, Any]:
+        config = self._config
+        path = str(config.path.resolve()) if config.path else ""
+        profile = self._profile(uid, places, config.command, config.reads)
+        return {**profile, "listen": listen, "path": path, "entry": config.entry}
 
     def _visible(self) -> list[Path]:
         path = [self._config.path] if self._config.path else []
         return [place.resolve() for place in (*path, *self._config.reads)]
 
-    def _environment(self) -> Mapping[str, str]:
-        """The agent's: no variable of the service's, but without namespaces the one by which a run ends it."""
-        path = f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"
-        supervised = {} if self._wrapped else {SUPERVISOR_VARIABLE: os.environ.get(SUPERVISOR_VARIABLE, "")}
-        return ENVIRONMENT | {"PATH": path, "PYTHONUNBUFFERED": "1", "USER": "agent"} | supervised
-
-    def _bubblewrap(self, places: list[Path], uid: int, folder: Path) -> list[str]:
-        """The command line before the program; it gives up the further capabilities before user code runs."""
-        words = [*new_namespaces(uid, "CAP_NET_BIND_SERVICE", "CAP_SYS_ADMIN"), *system_folders()]
-        words += proc_and_dev()
-        words += [*memory_folder(_SHARED_INSIDE, SHARED_BYTES), "--remount-ro", "/dev"]
-        words += memory_folder(_FOLDER_INSIDE, FOLDER_BYTES)
+    def _name_files(self, folder: Path) -> list[str]:
+        """The words for files in which the names of hosts are addresses of relays."""
         names = "".join(f"{address} {name}\n" for name, address in self._addresses().items())
-        (folder / "hosts").write_text(f"{_LOOPBACK} localhost\n{names}")
-        (folder / "nsswitch.conf").write_text("hosts: files\n")
-        words += shown_paths([*map(Path, (*ETC, *SHOWN)), *places])
-        for name in ("hosts", "nsswitch.conf"):
+        files = {"hosts": f"{_LOOPBACK} localhost\n{names}", "nsswitch.conf": "hosts: files\n"}
+        words: list[str] = []
+        for name, text in files.items():
+            (folder / name).write_text(text)
             (folder / name).chmod(0o644)
             words += ["--ro-bind", str(folder / name), f"/etc/{name}"]
-        return [*words, "--remount-ro", "/", "--chdir", "/", "--hostname", "sandbox", "--"]
+        return words
 
     def _addresses(self) -> dict[str, str]:
         """Name of each host -> its address within: one of loopback's."""
@@ -333,26 +250,13 @@ class AgentSandbox:
     async def _log_output(self, process: asyncio.subprocess.Process) -> None:
         """Log what it prints, by lines."""
         assert process.stdout is not None  # noqa: S101 - a pipe
-        rest = b""
-        while chunk := await process.stdout.read(_MAX_LINE):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > _MAX_LINE:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._log_line(line)
-        self._log_line(rest)
-
-    def _log_line(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        if not text:
-            return
-        self._last_line = text
-        was_all = self._num_printed <= _MAX_OUTPUT_BYTES
-        self._num_printed += len(line) + 1
-        if self._num_printed <= _MAX_OUTPUT_BYTES:
-            log.info("agent_output", rollout=self._rollout, line=text)
-        elif was_all:
-            log.info("agent_output_cut", rollout=self._rollout, detail=f"it has printed {_MAX_OUTPUT_BYTES} bytes")
+        async for line in self._lines(process.stdout):
+            was_all = self._num_printed <= _MAX_OUTPUT_BYTES
+            self._num_printed += len(line) + 1
+            if self._num_printed <= _MAX_OUTPUT_BYTES:
+                log.info("agent_output", rollout=self._rollout, line=line)
+            elif was_all:
+                log.info("agent_output_cut", rollout=self._rollout, detail=f"it has printed {_MAX_OUTPUT_BYTES} bytes")
 
 
 async def _passed_out(control: socket.socket) -> list[socket.socket]:

@@ -29,7 +29,10 @@ class HttpStreams:
 
     Attributes:
         refusal: Why the server refused the newest request; None where it did not.
+        pid, last_line: Of a program, and none here.
     """
+
+    pid, last_line = None, ""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,8 +20,7 @@ from pydantic import ValidationError
 
 from gspo.common.config.gateway import McpConfig
 from gspo.environments.mcp.http_streams import HttpStreams
-from gspo.environments.mcp.server_program import ServerProgram
-from gspo.environments.mcp.stdio_streams import stdio_streams
+from gspo.environments.mcp.stdio_streams import ProgramStreams
 from gspo.environments.session_server import TEXT_CHARS, ServerTroubleError
 from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.memory_watch import MemoryWatch
@@ -62,9 +60,7 @@ class McpConnection:
 
     def __init__(self, config: McpConfig, level: ConfinementLevel | None, watch: MemoryWatch) -> None:
         self._config = config
-        self._http, self._program = (HttpStreams(config.url) if config.url else None), None
-        if level is not None and self._http is None:
-            self._program = ServerProgram(config, level, watch)
+        self._streams = HttpStreams(config.place) if level is None else ProgramStreams(config, level, watch)
         self._client: Client | None = None
         self._is_lost = False  # the server has ended it, and the client's task may still wait
         self._ready, self._closing = asyncio.Event(), asyncio.Event()
@@ -78,7 +74,7 @@ class McpConnection:
     @property
     def pid(self) -> int | None:
         """The first process of the command; None where there is none."""
-        return self._program.pid if self._program else None
+        return self._streams.pid
 
     async def open(self, timeout_s: float) -> None:
         """Connect, and exchange the handshake.
@@ -145,13 +141,7 @@ class McpConnection:
 
     async def _run(self) -> None:
         # The handshake rather than the newest version's discovery: every server knows it, and it begins a session.
-        streams: AbstractAsyncContextManager[Any]
-        if self._http is not None:
-            streams = self._http.opened()
-        else:
-            assert self._program is not None  # noqa: S101 - a command has a level
-            streams = stdio_streams(self._program)
-        async with Client(streams, mode="legacy", cache=None) as client:
+        async with Client(self._streams.opened(), mode="legacy", cache=None) as client:
             self._client = client
             self._ready.set()
             await self._closing.wait()
@@ -182,7 +172,7 @@ class McpConnection:
             return self._late()
         if error.message.startswith(_BROKEN_ANSWER):
             return RefusedCall("error", f"the server's answer cannot be read ({error.message})")
-        refusal = self._http.refusal if self._http else None
+        refusal = self._streams.refusal
         if error.code == CONNECTION_CLOSED or (refusal and refusal.kind != "exception"):
             self._is_lost = True
             raise self._trouble("has ended the connection") from error
@@ -193,12 +183,12 @@ class McpConnection:
 
     def _trouble(self, what: str) -> ServerTroubleError:
         """Why there is no connection, as well as it is known."""
-        if self._http is not None and self._http.refusal is not None:
-            return self._http.refusal
+        if self._streams.refusal is not None:
+            return self._streams.refusal
         failed = self._task is not None and self._task.done() and not self._task.cancelled() and self._task.exception()
         reasons = [_reason(failed)] if failed else []
-        if self._program is not None and self._program.last_line:
-            reasons.append(f"its last words: {self._program.last_line[:TEXT_CHARS]}")
+        if self._streams.last_line:
+            reasons.append(f"its last words: {self._streams.last_line[:TEXT_CHARS]}")
         why = f" ({'; '.join(reasons)})" if reasons else ""
         return ServerTroubleError("environment_unreachable", f"{self._config.place} {what}{why}")
 

@@ -28,29 +28,38 @@ log = structlog.get_logger()
 Messages = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObjectSendStream[SessionMessage]]
 
 
-@asynccontextmanager
-async def stdio_streams(program: ServerProgram) -> AsyncIterator[Messages]:
-    """Start a program, and exchange messages with it; it ends with the block.
+class ProgramStreams(ServerProgram):
+    """The messages of one program.
 
-    Raises:
-        OSError: It does not start.
+    Attributes:
+        refusal: Of a server on the network, and none here.
     """
-    received, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-    outgoing, sent = anyio.create_memory_object_stream[SessionMessage](0)
-    pumps: list[asyncio.Task[None]] = []
-    try:
-        stdout, stdin = await program.start()
-        pumps = [asyncio.create_task(_receive(stdout, received)), asyncio.create_task(_send(stdin, sent))]
-        yield incoming, outgoing
-    finally:
-        incoming.close()
-        outgoing.close()
-        await program.close()
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-        received.close()
-        sent.close()
+
+    refusal = None
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Messages]:
+        """Start the program, and exchange messages with it; it ends with the block.
+
+        Raises:
+            OSError: It does not start.
+        """
+        received, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        outgoing, sent = anyio.create_memory_object_stream[SessionMessage](0)
+        pumps: list[asyncio.Task[None]] = []
+        try:
+            stdout, stdin = await self.start()
+            pumps = [asyncio.create_task(_receive(stdout, received)), asyncio.create_task(_send(stdin, sent))]
+            yield incoming, outgoing
+        finally:
+            incoming.close()
+            outgoing.close()
+            await self.close()
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            received.close()
+            sent.close()
 
 
 async def _receive(stdout: asyncio.StreamReader, received: MemoryObjectSendStream[SessionMessage | Exception]) -> None:

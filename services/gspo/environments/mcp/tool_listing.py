@@ -78,7 +78,7 @@ async def listed_tools(
         except ServerTroubleError as error:
             may_return = is_patient and error.kind in ("environment_full", "environment_unreachable")
             if not may_return or asyncio.get_running_loop().time() > deadline_s:
-                raise _refusal(error, f"{where}.{'url' if config.url else 'command'}") from error
+                raise _refusal(error, f"{where}.{config.kind}") from error
             log.warning(error.kind, server=config.place, detail=f"asking again for its tools: {error}")
             await asyncio.sleep(_PAUSE_S)
         finally:

@@ -1,7 +1,7 @@
 """The parts of every sandbox: words of bubblewrap, paths that user code may read, its user and its environment.
 
-launch.py makes the sandboxes of reward functions and environments of it, services/gspo/agents/agent_sandbox.py those of
-agents. It chooses nothing that only one of them may do.
+launch.py makes the sandboxes of reward functions and environments of it, program_sandbox.py those of agents and MCP
+servers. It chooses nothing that only one of them may do.
 """
 
 from __future__ import annotations
