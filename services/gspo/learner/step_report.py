@@ -151,6 +151,7 @@ class StepClock:
 
         Returns:
             Seconds by phase; step_s is from the wait to the end of the last phase, without the time before the wait.
+            And how many of its rollouts were sampled at a time.
         """
         if self._traces.on:
             for timeline in self._timelines:
@@ -158,7 +159,8 @@ class StepClock:
                 self._traces.add("wait", *rollout, timeline.scored, self._began_unix_s)
                 self._traces.add("train", *rollout, self._began_unix_s, self._trained_unix_s, step=version)
             self._pushed[version] = self._timelines, time.time()
-        return self._phases | {"step_s": sum(self._phases.get(phase, 0.0) for phase in StepPhase)}
+        step_s = sum(self._phases.get(phase, 0.0) for phase in StepPhase)
+        return self._phases | {"step_s": step_s} | rollouts_at_once(self._timelines)
 
     def publish(self, version: int) -> None:
         """The version is handed to the publisher; the spans of its rollouts end when it is live."""
@@ -235,6 +237,15 @@ class StepReport:
         log.info("step_done", step=step, **{key: round(figures[key], 6) for key in _IN_LOG_LINE if key in figures})
         done = StepDone(step=step, version=step, digest=digest, groups=batch.groups, figures=figures)
         await self._events.send(Event(step_done=done))
+
+
+def rollouts_at_once(timelines: Sequence[RolloutTimeline]) -> dict[str, float]:
+    """The mean number of a step's rollouts that were generated or played at a time; empty without their times."""
+    known = [timeline for timeline in timelines if 0 < timeline.started < timeline.finished]
+    if not known:
+        return {}
+    whole_s = max(timeline.finished for timeline in known) - min(timeline.started for timeline in known)
+    return {"rollouts_at_once": sum(timeline.finished - timeline.started for timeline in known) / whole_s}
 
 
 def seconds_waited(

@@ -11,7 +11,7 @@ import pytest
 
 from gspo.common.service.traces import Traces
 from gspo.common.telemetry.step_time import seconds_by_cause
-from gspo.learner.step_report import RolloutTimeline, StepClock, StepPhase, seconds_waited
+from gspo.learner.step_report import RolloutTimeline, StepClock, StepPhase, rollouts_at_once, seconds_waited
 from gspo_proto.rollout_pb2 import Rollout, Score, ScoredRollout
 
 # Issued at 10, started at 12, finished at 15, scored at 18.
@@ -109,3 +109,10 @@ def test_the_slowest_function_is_the_one_that_was_waited_for() -> None:
 
 def test_a_step_of_given_up_groups_alone_waited_for_the_intake() -> None:
     assert seconds_waited([], began=1, ended=3, live=0, evaluated=0) == {"wait_intake_s": 2}
+
+
+def test_rollouts_at_once_are_the_mean_over_the_time_from_the_first_start_to_the_last_end() -> None:
+    times = [(0.0, 0.0), (10.0, 14.0), (12.0, 16.0), (16.0, 18.0)]
+    timelines = [RolloutTimeline(0, n, 9.0, started, finished, 20.0, "") for n, (started, finished) in enumerate(times)]
+    assert rollouts_at_once(timelines) == {"rollouts_at_once": 10 / 8}
+    assert rollouts_at_once(timelines[:1]) == {}

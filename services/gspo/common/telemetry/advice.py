@@ -5,8 +5,10 @@ It changes nothing. Predictions follow from the measured times alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.clip_rules import CLIP_RULES
@@ -43,7 +45,7 @@ class Verdict:
         steps: Number of steps looked at, up to the newest.
         seconds: Mean time of one of them.
         shares: Parts of that time by cause, the largest first.
-        stage: generation, reward, training, push, evaluation, checkpoint, log, issue or intake.
+        stage: generation, agents, reward, training, push, evaluation, checkpoint, log, issue or intake.
         because: The numbers behind it, in a sentence.
         change: Changes that would help, the most promising first; empty while the rewards teach nothing.
     """
@@ -98,6 +100,11 @@ class Times:
         return self.seconds_of("queue", "generation")
 
     @property
+    def sampling_stage(self) -> str:
+        """The stage that samples rollouts: agents play them in some runs."""
+        return "agents" if self.config.agent.used else "generation"
+
+    @property
     def busy_s(self) -> float:
         """Time in which the learner waits for no other service."""
         return self.seconds_of("training", "log", "checkpoint", "push", "shift")
@@ -107,31 +114,26 @@ class Times:
         return f"about {seconds:.2g} s of {self.step_s:.2g} s a step"
 
 
-def _stage(times: Times) -> str:
-    """The stage that a step lasts as long as.
-
-    Without a lag the stages follow one another, and the longest one bounds. With a lag they overlap: the stage that
-    the learner waits for is the slowest, even if training takes longer.
-    """
-    waited = {
-        "generation": times.generation_s,
+def _waited(times: Times) -> dict[str, float]:
+    """Seconds of a step in which the learner waits for a stage that may run beside training."""
+    return {
+        times.sampling_stage: times.generation_s,
         "reward": times.seconds_of("reward"),
         "evaluation": times.seconds_of("evaluation"),
     }
+
+
+def _stage(times: Times) -> str:
+    """The stage with the largest share of a step."""
     stages = ("training", "shift", "push", "checkpoint", "log", "issue", "intake")
-    others = {stage: times.seconds_of(stage) for stage in stages}
-    if times.overlaps and max(waited.values()) > WAITS * times.step_s:
-        return max(waited, key=lambda stage: waited[stage])
-    if times.overlaps:
-        waited = {}
-    everything = {**waited, **others}
+    everything = {**_waited(times), **{stage: times.seconds_of(stage) for stage in stages}}
     return max(everything, key=lambda stage: everything[stage])
 
 
 def _explain(stage: str, times: Times) -> tuple[str, list[str]]:
     """The numbers behind the stage, in a sentence, and the changes that would help, the most promising first."""
     config, lag = times.config, _lag(times)
-    seconds = times.generation_s if stage == "generation" else times.seconds_of(stage)
+    seconds = _waited(times).get(stage, times.seconds_of(stage))
     share = f"{seconds:.2g} s of {times.step_s:.2g} s ({seconds / times.step_s:.0%})"
     match stage:
         case "generation":
@@ -140,6 +142,8 @@ def _explain(stage: str, times: Times) -> tuple[str, list[str]]:
                 f"generator is free, with {times.num_generators} of them"
             )
             return because, [*lag, *_faster_generation(times)]
+        case "agents":
+            return f"the learner waits {share} of a step for agents{_played(times)}", [*lag, *_faster_agents(times)]
         case "reward":
             name, slowest_s = next(iter(seconds_by_function(*times.steps).items()), ("", 0.0))
             by_function = f", {slowest_s / len(times.steps):.2g} s of it for {name}" if name else ""
@@ -150,14 +154,7 @@ def _explain(stage: str, times: Times) -> tuple[str, list[str]]:
             faster = f"a faster {name or 'reward function'}: up to {times.saves(seconds)} less"
             return f"the learner waits {share} of a step for rewards{by_function}", [faster, more, *lag]
         case "training":
-            waited_s = times.generation_s + times.seconds_of("reward")
-            bfloat16 = "learner.dtype: bfloat16 where the processor has it, "
-            quicker = "" if config.learner.dtype == "bfloat16" else bfloat16
-            means = f"{quicker}learner.ranks above {config.learner.ranks}, or a GPU"
-            because = (
-                f"training takes {share} of a step, and the learner waits {waited_s:.2g} s for rollouts and rewards"
-            )
-            return because, [*lag, f"a faster learner: {means}; another generator would change nothing"]
+            return _explain_training(times, share)
         case "shift":
             larger = f"larger steps (algorithm.rollout_batch_size above {config.algorithm.rollout_batch_size})"
             return f"handing shared GPUs over takes {share} of a step", [larger, "placement: split", *lag]
@@ -182,6 +179,21 @@ def _explain(stage: str, times: Times) -> tuple[str, list[str]]:
     return f"the learner waits {share} of a step for scored rollouts to come in", [change]
 
 
+def _explain_training(times: Times, share: str) -> tuple[str, list[str]]:
+    learner, waited = times.config.learner, _waited(times)
+    bfloat16 = "" if learner.dtype == "bfloat16" else "learner.dtype: bfloat16 where the processor has it, "
+    means = f"{bfloat16}learner.ranks above {learner.ranks}, or a GPU"
+    longest = max(waited, key=lambda stage: waited[stage])
+    if times.overlaps and waited[longest] > WAITS * times.step_s:
+        # The stage beside training takes even longer: a faster learner alone would wait for it.
+        wait = f"{waited[longest]:.2g} s ({waited[longest] / times.step_s:.0%})"
+        because = f"training takes {share} of a step; of the rest, the learner waits {wait} for {longest}"
+        return because, [*_explain(longest, times)[1], f"then a faster learner: {means}"]
+    waited_s = times.generation_s + times.seconds_of("reward")
+    because = f"training takes {share} of a step, and the learner waits {waited_s:.2g} s for rollouts and rewards"
+    return because, [*_lag(times), f"a faster learner: {means}; another generator would change nothing"]
+
+
 def _lag(times: Times) -> list[str]:
     """The time that an overlap of generation and reward with training would save, if they do not overlap."""
     waited_s = times.generation_s + times.seconds_of("reward")
@@ -193,6 +205,29 @@ def _lag(times: Times) -> list[str]:
     return [f"{overlap}: {times.saves(saved_s)} less"]
 
 
+def _played(times: Times) -> str:
+    """The rollouts that the agents play at a time, and the part of the wait that is for a worker."""
+    agent = times.config.agent
+    at_once = [step["rollouts_at_once"] for step in times.steps if "rollouts_at_once" in step]
+    workers = f" with agent.workers {agent.workers}" if agent.is_started else ""
+    played = f": {fmean(at_once):.1f} rollouts are played at a time{workers}" if at_once else ""
+    return f", {times.seconds_of('queue'):.2g} s of it until a worker is free{played}"
+
+
+def _faster_agents(times: Times) -> list[str]:
+    agent = times.config.agent
+    if agent.is_started:
+        more = f"agent.workers above {agent.workers}, as long as the machine has idle cores and the engine idles"
+    else:
+        more = (
+            f"more workers of yours at the gateway, which hands out agent.max_rollouts {agent.max_rollouts} at a time"
+        )
+    cheaper = "cores for the agents, or less work of an agent: lighter imports, fewer calls"
+    engine = "a faster engine, if the generators are busy all the time"
+    is_queued = times.seconds_of("queue") >= times.seconds_of("generation") / 2
+    return [more, cheaper, engine] if is_queued else [cheaper, more, engine]
+
+
 def _faster_generation(times: Times) -> list[str]:
     num, waited_s, sampling_s = times.num_generators, times.generation_s, times.seconds_of("generation")
     saved_s = min(waited_s, times.step_s / (num + 1)) if times.overlaps else waited_s / (num + 1)
@@ -200,8 +235,17 @@ def _faster_generation(times: Times) -> list[str]:
         f"one more generator (generation.replicas: {num + 1}), with cores or a GPU of its own: up to "
         f"{times.saves(saved_s)} less"
     )
+    shorter = "a shorter algorithm.response_length, " if _are_long(times) else ""
+    environment = "a faster environment, " if times.config.environment.used else ""
     tail = (
-        f"a shorter algorithm.response_length, a faster engine, or staleness.max_lag above "
-        f"{times.config.staleness.max_lag}: the learner waits {sampling_s:.2g} s of a step for the last answer alone"
+        f"{shorter}{environment}a faster engine, or staleness.max_lag above {times.config.staleness.max_lag}: the "
+        f"learner waits {sampling_s:.2g} s of a step for the last answer alone"
     )
     return [more_generators, tail] if times.seconds_of("queue") >= sampling_s / 2 else [tail, more_generators]
+
+
+def _are_long(times: Times) -> bool:
+    """Whether the limit on answers may matter: some are cut off, or their mean is above half of it."""
+    newest = times.steps[-1]
+    mean = newest.get("response_tokens_mean", math.inf)
+    return newest.get("truncated_share", 0.0) > 0 or mean > times.config.algorithm.response_length / 2

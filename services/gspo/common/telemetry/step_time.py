@@ -17,8 +17,8 @@ class Cause(NamedTuple):
 # The rollout that came last decides the cause of the learner's wait.
 CAUSES: dict[str, Cause] = {
     "issue": Cause(("wait_issue_s",), "waiting for groups to be issued"),
-    "queue": Cause(("wait_queue_s",), "waiting for a generator to be free"),
-    "generation": Cause(("wait_generation_s",), "waiting for rollouts to be generated"),
+    "queue": Cause(("wait_queue_s",), "waiting for a free generator or agent"),
+    "generation": Cause(("wait_generation_s",), "waiting for rollouts to end"),
     "reward": Cause(("wait_reward_s",), "waiting for rewards"),
     "intake": Cause(("wait_intake_s",), "waiting for scored rollouts to come in"),
     "training": Cause(("train_s", "probe_s"), "training"),

@@ -6,6 +6,7 @@ Runs whose stages are really slow are in tests/integration/run/test_bottleneck.p
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from gspo.common.telemetry.advice import verdict
 QUICK = {"wait_queue_s": 0.1, "wait_generation_s": 0.1, "wait_reward_s": 0.1, "train_s": 0.1, "publish_s": 0.05}
 
 
-def config_with(max_lag: int) -> Config:
+def config_with(max_lag: int, **sections: dict[str, Any]) -> Config:
     given = {
         "name": "r",
         "model": {"path": "."},
@@ -24,6 +25,7 @@ def config_with(max_lag: int) -> Config:
         "reward": {"functions": [{"path": "r.py"}]},
         "run": {"total_steps": 3},
         "staleness": {"max_lag": max_lag},
+        **sections,
     }
     return Config.model_validate(given)
 
@@ -67,11 +69,15 @@ def test_a_slow_learner_bounds_the_run(slow: dict[str, float], stage: str, chang
     assert (found.stage, found.change[0].startswith(change)) == (stage, True), found.change
 
 
-def test_where_stages_overlap_the_one_that_is_waited_for_is_the_slowest() -> None:
+def test_the_larger_share_is_named_and_the_wait_beside_it_is_shortened_first() -> None:
     step = {"wait_queue_s": 2.0, "train_s": 3.0}
     overlapping = verdict([step], config_with(1), num_generators=1)
     assert overlapping is not None
-    assert overlapping.stage == "generation"
+    # The larger share is named. Changes that shorten the wait come before a faster learner.
+    assert overlapping.because == (
+        "training takes 3 s of 5 s (60%) of a step; of the rest, the learner waits 2 s (40%) for generation"
+    )
+    assert overlapping.change[-1].startswith("then a faster learner: ")
     # Two of five seconds are waited; with one more of one generator a step lasts as long as training.
     assert "up to about 2 s of 5 s a step less" in overlapping.change[0]
     taking_turns = verdict([step], config_with(0), num_generators=1)
@@ -106,3 +112,32 @@ def test_only_the_last_steps_are_looked_at_and_without_any_there_is_no_verdict()
     assert (found.stage, found.steps) == ("training", 5)
     assert found.seconds == pytest.approx(4.35)
     assert verdict([], config_with(1), num_generators=1) is None
+
+
+def test_a_run_of_agents_is_advised_on_workers_and_cores_not_generators() -> None:
+    config = config_with(1, agent={"path": "agent.py", "workers": 8}, gateway={"replicas": 1})
+    step = QUICK | {"wait_queue_s": 9.0, "wait_generation_s": 1.0, "rollouts_at_once": 7.9}
+    found = verdict([step], config, num_generators=1)
+    assert found is not None
+    assert found.stage == "agents"
+    assert found.because.endswith(
+        "for agents, 9 s of it until a worker is free: 7.9 rollouts are played at a time with agent.workers 8"
+    )
+    assert found.change[0].startswith("agent.workers above 8, as long as the machine has idle cores")
+    assert found.change[1].startswith("cores for the agents")
+    assert "generation.replicas" not in " ".join(found.change)
+    slow_agents = verdict(
+        [QUICK | {"wait_generation_s": 9.0}], config_with(1, agent={"external": True}, gateway={"replicas": 1}), 1
+    )
+    assert slow_agents is not None
+    assert slow_agents.change[0].startswith("cores for the agents")
+    assert slow_agents.change[1].startswith("more workers of yours at the gateway")
+
+
+def test_a_shorter_limit_is_no_advice_for_answers_far_below_it() -> None:
+    config = config_with(0, algorithm={"response_length": 8})
+    step = QUICK | {"wait_generation_s": 9.0, "truncated_share": 0.0}
+    for tokens, advised in ((2.6, False), (6.0, True)):
+        found = verdict([step | {"response_tokens_mean": tokens}], config, num_generators=1)
+        assert found is not None
+        assert ("a shorter algorithm.response_length" in " ".join(found.change)) is advised
