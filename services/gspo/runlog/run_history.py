@@ -18,6 +18,7 @@ from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, read_confi
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.runlog.run_log import EvaluationRecord, RunLog, SettledRecord, best_evaluated
+from gspo.runlog.sentences.held_out import BestChoice, best_choice
 from gspo.runlog.step_files import read_columns
 
 TRAINED = "trained"
@@ -152,6 +153,18 @@ class RunHistory:
         """(version, score) of the best version by evaluation.keep_best; None where no version has a score."""
         compared = self.config.best_figure if self.config else None
         return best_evaluated(self.evaluations, compared.weights if compared else None)
+
+    def held_out_prompts(self, record: EvaluationRecord) -> str:
+        """A name for the prompts of an evaluation: equal if two are of the same ones."""
+        key = self.config.evaluation.key_of(record.file) if self.config else ""
+        digests = self.data_files[-1].digests.get(key, {}) if self.data_files else {}
+        file = ",".join(digests.values()) or f"{self.run_dir}/{record.file}"
+        return f"{file}:{record.figures.get('num_prompts', 0.0):.0f}"
+
+    @cached_property
+    def choice(self) -> BestChoice | None:
+        """The best version by evaluation.keep_best, with its error; None where no version has a score."""
+        return best_choice(self.evaluations, self.config) if self.config else None
 
     @cached_property
     def figures(self) -> list[dict[str, float]]:

@@ -135,12 +135,17 @@ class EvaluationRecord(LogLine):
 
     @property
     def line(self) -> str:
-        """The main figures in one line; empty where nothing was scored."""
+        """The main figures with their standard errors in one line; empty where nothing was scored."""
         figures = self.figures
-        means = [(name, figures[f"{name}_mean"]) for name in ("sampled", "greedy") if f"{name}_mean" in figures]
+        shown = [(name, name, f"{name}_mean") for name in ("sampled", "greedy")]
         if (largest := self.largest_pass) > 1:
-            means.append((f"pass@{largest}", figures[f"pass_at_{largest}"]))
-        return ", ".join(f"{name} {value:.3f}" for name, value in means)
+            shown.append((f"pass@{largest}", f"pass_at_{largest}", f"pass_at_{largest}"))
+        return ", ".join(
+            f"{label} {figures[figure]:.3f}" + (f" \u00b1 {error:.3f}" if error is not None else "")
+            for label, stem, figure in shown
+            if figure in figures
+            for error in [figures.get(f"{stem}_stderr")]
+        )
 
 
 class VersionRecord(LogLine):

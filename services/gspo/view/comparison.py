@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gspo.runlog.sentences.held_out import change_in_words, difference
 from gspo.view.log_query import LogQuery
-from gspo.view.picture.curves import COLOURS, Curve
+from gspo.view.picture.curves import COLOURS, Curve, Line, captioned
 from gspo.view.picture.viewed_run import ViewedRun
 
 MAX_RUNS = len(COLOURS)
@@ -29,17 +31,50 @@ def compared_curves(runs: Sequence[ViewedRun]) -> list[Curve]:
         ]
         lines = [replace(curve.lines[0], label=run.name, colour=colour, style="solid") for run, curve, colour in having]
         compared.append(replace(having[0][1], lines=lines))
-    return compared
+    return captioned(compared)
 
 
 def _split(curves: Sequence[Curve]) -> Iterator[Curve]:
-    """Each curve with its first figure of the steps alone; before that of rewards, one of held-out results."""
+    """Each curve with one line: its first figure of the steps, or the sum of stacked ones.
+
+    Before the curve of rewards comes one of the results on each held-out file.
+    """
     for curve in curves:
-        if held_out := [line for line in curve.lines if line.figure == _HELD_OUT]:
-            question = "Is it better on held-out prompts?"
-            yield replace(curve, name="held_out", question=question, lines=held_out)
-        of_steps = [line for line in curve.lines if line.style in ("solid", "faint", "stacked")]
+        for line in curve.lines:
+            if line.figure == _HELD_OUT:
+                of_file = f" ({line.file})" if line.file else ""
+                question = f"Is it better on held-out prompts{of_file}?"
+                yield replace(curve, name=f"held_out{of_file}", question=question, lines=[line])
+        if stacked := [line for line in curve.lines if line.style == "stacked"]:
+            yield replace(curve, lines=[_sum(stacked)])
+            continue
+        of_steps = [line for line in curve.lines if line.style in ("solid", "faint")]
         yield replace(curve, lines=(of_steps or curve.lines)[:1])
+
+
+def _sum(lines: Sequence[Line]) -> Line:
+    """Stacked lines on top of each other; a gap where none has a value."""
+    steps = dict.fromkeys(step for line in lines for step in line.values)
+    known = {step: [v for line in lines if (v := line.values.get(step)) is not None] for step in steps}
+    values = {step: math.fsum(of_step) if of_step else None for step, of_step in known.items()}
+    return replace(lines[0], figure=" + ".join(line.figure for line in lines), values=values)
+
+
+def compared_results(runs: Sequence[ViewedRun]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """For each held-out file of any run: (run, last result with its error, difference to the first run) of each run."""
+    by_run = [run.held_out() for run in runs]
+    tables = []
+    for file in dict.fromkeys(file for of_run in by_run for file in of_run):
+        having = [(run.name, *of_run[file]) for run, of_run in zip(runs, by_run, strict=True) if file in of_run]
+        _, first, prompts = having[0]
+        rows = []
+        for name, record, own_prompts in having:
+            change = difference(first.figures, record.figures) if record is not first else None
+            words = "" if change is None else change_in_words(*change) or f"{change[0]:+.3f}, without a standard error"
+            words = words if own_prompts == prompts else "other prompts, or not known to be the same"
+            rows.append((name, f"{record.line} at version {record.version}", words))
+        tables.append((file, rows))
+    return tables
 
 
 def config_differences(runs: Sequence[ViewedRun]) -> list[tuple[str, list[str]]]:

@@ -151,11 +151,11 @@ def function_curves(versions: Sequence[FunctionVersion]) -> list[Curve]:
         newest = list(zip(all_of_one[-len(COLOURS) :], COLOURS, strict=False))
         means = [Line(known.version[:12], "parts_json", colour, _mean_scores(known)) for known, colour in newest]
         question, reading = f"What does {name} give?", "Each version's mean, with its weight in the reward."
-        curves.append(Curve(f"score {name}", question, reading, Axis("mean score"), means))
+        curves.append(Curve(f"score {name}", question, (), Axis("mean score"), means, reading))
         if any(known.failed for known, _ in newest):
             shares = [Line(known.version[:12], "failure", colour, _failed_shares(known)) for known, colour in newest]
             question, reading = f"How often does {name} fail?", "Rollouts that it gave no score."
-            curves.append(Curve(f"failures {name}", question, reading, Axis("failed", is_share=True), shares))
+            curves.append(Curve(f"failures {name}", question, (), Axis("failed", is_share=True), shares, reading))
     return curves
 
 

@@ -24,7 +24,7 @@ from starlette.middleware.base import RequestResponseEndpoint
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.errors import InputError
 from gspo.view.clip_parts import AnswerClip, answer_clip, why_off
-from gspo.view.comparison import compared_curves, config_differences, shared_answers
+from gspo.view.comparison import compared_curves, compared_results, config_differences, shared_answers
 from gspo.view.function_api import FunctionPages
 from gspo.view.function_versions import RunFunctions
 from gspo.view.log_query import PAGE_ROWS, SORTS, LogQuery, filter_of
@@ -227,9 +227,12 @@ class ComparisonPages:
         app.get("/api/comparison")(self.curves)
 
     def compare(self, q: str = "") -> HTMLResponse:
-        """The differing keys, and answers to prompts with a text."""
+        """Held-out results, the differing keys, and answers to prompts with a text."""
         differences, prompts = config_differences(self._runs), shared_answers(self._logs, q)
-        return self._page("compare.html", runs=self._runs, q=q, differences=differences, prompts=prompts)
+        results = compared_results(self._runs)
+        return self._page(
+            "compare.html", runs=self._runs, q=q, results=results, differences=differences, prompts=prompts
+        )
 
     def curves(self) -> JSONResponse:
         """Curves with a line for each run."""

@@ -36,7 +36,9 @@ def fake_check(service: str, config_file: Path) -> tuple[str, ...]:
 
 def fake_report(run_dir: Path, **_facts: Any) -> dict[str, Any]:
     """The fake learner logs nothing that a report could be made of."""
-    return {"accuracy_before": 0.25, "accuracy_after": 0.75, "steps": 3, "policy_version": 3, "groups": {"trained": 3}}
+    before, after = ({"sampled_mean": mean, "sampled_stderr": 0.03} for mean in (0.25, 0.75))
+    held_out = {"sums": {"before": before, "after": after}}
+    return {"held_out": held_out, "steps": 3, "policy_version": 3, "groups": {"trained": 3}}
 
 
 session.service_programs = fake_programs  # type: ignore[attr-defined]

@@ -120,7 +120,7 @@ def test_a_run_goes_to_its_end_and_leaves_no_process(gspo: Gspo) -> None:
     code, output = gspo.run(fake="learner:steps=3 learner:child", services="coordinator generation reward learner")
     assert code == 0, output
     assert "step 3/3  reward 0.300" in output
-    assert re.search(r"held-out reward +0\.250 -> 0\.750", output)
+    assert re.search(r"held-out reward, sums +0\.250 ± 0\.030 -> 0\.750 ± 0\.030 \(\+0\.500 ± 0\.042\)", output)
     assert gspo.remaining() == [], "a grandchild in a session of its own must go too"
     assert yaml.safe_load((gspo.run_dir / "config.yaml").read_text())["staleness"]["max_lag"] == 1
     assert {path.name for path in (gspo.run_dir / "services").glob("*.log")} == {

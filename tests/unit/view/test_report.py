@@ -290,7 +290,10 @@ def test_several_files_and_the_best_version_are_distinguished(path: Path) -> Non
     summary, text = report(path)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, 0.75)
     assert (summary["pass_at_k_before"], summary["pass_at_k_after"]) == (0.625, 0.875)
-    assert summary["best"] == {"version": 10, "figure": "sampled_mean", "score": 0.875}
+    assert (summary["best"]["version"], summary["best"]["score"]) == (10, 0.875)
+    assert "10 (sampled_mean 0.875 ± 0.030, of easy)" in text
+    assert "held-out reward of easy, mean over sampled answers to prompts never trained on" in text
+    assert "held-out reward of hard&lt;b&gt;, mean over sampled answers" in text
     assert summary["held_out"]["hard<b>"]["before"]["sampled_mean"] == 0.125
     assert summary["held_out"]["easy"]["after"]["version"] == 20
     tables = text.split("Held-out evaluations")[1]
@@ -539,7 +542,7 @@ def test_an_older_last_evaluation_and_chance_are_said(path: Path) -> None:
     assert "The last evaluation is of version 2; the newest policy is version 3 and was not measured." in text
     assert "The first evaluation asked 50 prompts and the last 20" in text
     assert "7 answers of the first and last evaluation have no score" in text
-    assert "less than two standard errors" in text
+    assert "policy version 0 to 2: no difference beyond two standard errors" in text
 
 
 def test_advice_is_shown_with_its_steps(path: Path) -> None:

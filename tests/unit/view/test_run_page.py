@@ -22,6 +22,7 @@ from gspo.learner.storage.run_directory import RunDir
 from gspo.runlog.checks import write_checks
 from gspo.runlog.pushes import PushRecord
 from gspo.runlog.token_ledger import LedgerRecord
+from gspo.view.comparison import compared_curves, compared_results
 from gspo.view.http_api import make_page
 from gspo.view.picture.plots import PLOTS
 from gspo.view.picture.viewed_run import ViewedRun
@@ -58,7 +59,7 @@ def test_the_page_begins_with_what_bounds_the_run(client: TestClient) -> None:
     text = " ".join(client.get("/").text.split())
     assert "The last steps were bound by <b>training</b>" in text
     assert text.index("What bounds it") < text.index("Held-out results") < text.index("Curves")
-    assert "0.350 <small>± 0.030</small> → 0.600" in text
+    assert "<b>0.350 ± 0.030 → 0.600 ± 0.030</b>" in text
     assert '<th scope="row">trained</th><td>40</td>' in text
     assert '<th scope="row">stale</th><td>1</td>' in text
     assert '<th scope="row">open</th><td>4</td>' in text
@@ -198,3 +199,51 @@ async def test_the_stream_tells_of_new_steps_and_does_not_hold_the_server(run_di
         serving.cancel()
         with suppress(asyncio.CancelledError):
             await serving
+
+
+def compared(config: Config, folder: Path, figures: dict[str, float], digest: str) -> ViewedRun:
+    """A run of ten steps with a held-out file of this digest."""
+    evaluation = config.evaluation.model_copy(update={"prompts": Path("e.jsonl")})
+    folder.mkdir()
+    write_config(config.model_copy(update={"evaluation": evaluation}), folder / CONFIG_NAME)
+    with RunDir(folder) as run:
+        train(run, 1, 10)
+        evaluate(run, 10, 0.6, "", **figures)
+    record = {"unix_s": 0.0, "step": 0, "digests": {"evaluation.prompts": {"e.jsonl": digest}}, "changes": []}
+    (folder / "data_files.jsonl").write_text(json.dumps(record) + "\n")
+    return ViewedRun(folder.name, folder)
+
+
+def test_captions_of_a_comparison_speak_of_drawn_lines_alone(config: Config, tmp_path: Path) -> None:
+    first = compared(config, tmp_path / "first", {"num_prompts": 50.0}, "a" * 64)
+    same = compared(config, tmp_path / "same", {"num_prompts": 50.0}, "a" * 64)
+    other = compared(config, tmp_path / "other", {"num_prompts": 16.0}, "b" * 64)
+    curves = {curve.name: curve for curve in compared_curves([first, same])}
+    assert "can be compared: all are of the same prompts" in curves["held_out"].reading
+    assert "held-out points" not in curves["reward"].reading and "training line jumps" in curves["reward"].reading
+    assert "dashed lines" not in curves["log_ratio"].reading and "in the bars" not in curves["clip"].reading
+    assert curves["clip"].lines[0].figure == "clipped_sequences_low + clipped_sequences_high"
+    assert curves["clip"].lines[0].values[2] == pytest.approx(0.3 + 0.1 * math.sin(2))
+    (held_out,) = (curve for curve in compared_curves([first, other]) if curve.name == "held_out")
+    assert "all are of the same prompts" not in held_out.reading
+    assert "those of another line need not be" in held_out.reading
+    of_report = {curve.name: curve.reading for curve in first.curves()}
+    assert "Outside the dashed lines" in of_report["log_ratio"] and "in the bars" in of_report["clip"]
+
+
+def test_a_comparison_has_differences_with_errors_of_the_same_prompts_alone(config: Config, tmp_path: Path) -> None:
+    runs = [
+        compared(config, tmp_path / "first", {}, "a" * 64),
+        compared(config, tmp_path / "near", {"sampled_mean": 0.65}, "a" * 64),
+        compared(config, tmp_path / "far", {"sampled_mean": 0.9}, "a" * 64),
+        compared(config, tmp_path / "other", {"sampled_mean": 0.9}, "b" * 64),
+    ]
+    ((file, rows),) = compared_results(runs)
+    assert (file, [name for name, _, _ in rows]) == ("", ["first", "near", "far", "other"])
+    assert rows[0][1] == "sampled 0.600 ± 0.030, greedy 0.700 ± 0.040, pass@4 0.725 at version 10"
+    assert [change for _, _, change in rows] == [
+        "",
+        "no difference beyond two standard errors",
+        "+0.300 ± 0.042",
+        "other prompts, or not known to be the same",
+    ]

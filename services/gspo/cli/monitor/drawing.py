@@ -19,6 +19,7 @@ from gspo.common.telemetry.advice import Verdict, verdict
 from gspo.common.telemetry.clip_causes import clip_causes_line, mismatch_line
 from gspo.common.telemetry.gpu_use import gpu_use_line
 from gspo.common.telemetry.step_time import duration, overlapped_seconds, seconds_by_function
+from gspo.runlog.sentences.held_out import best_choice, change_in_words, difference
 
 STYLES = {"step": "", "note": "cyan", "warning": "yellow", "error": "bold red"}
 # A longer wait is highlighted.
@@ -33,8 +34,7 @@ def run_parts(view: View, num_generators: int, *, is_short: bool = False) -> lis
     """The newest step, the held-out results, findings, the time of a step, and the stage that bounds it.
 
     Args:
-        is_short: With the first held-out results beside the last and the largest causes alone. It lacks the findings,
-            which the terminal shows as lines.
+        is_short: With the largest causes alone. It lacks the findings, which the terminal shows as lines.
     """
     steps, config = list(view.steps), view.config
     parts: list[RenderableType] = [Text(step_line(view) if view.step else "no step trained yet")]
@@ -42,11 +42,12 @@ def run_parts(view: View, num_generators: int, *, is_short: bool = False) -> lis
         parts.append(Text(f"generators have version {view.live_version}"))
     for file, records in view.by_file.items():
         first, last = records[0], records[-1]
-        before = first.figures.get("sampled_mean") if is_short and first is not last else None
-        was = "" if before is None else f" (sampled was {before:.3f} at version {first.version})"
-        parts.append(Text(f"{file or 'held-out prompts'} at version {last.version}: {last.line}{was}"))
-    if view.best is not None:
-        parts.append(Text(f"best by {config.evaluation.keep_best}: version {view.best[0]}"))
+        change = difference(first.figures, last.figures) if first is not last else None
+        words = change_in_words(*change) if change else ""
+        since = f" ({f'{words} since' if words else 'first at'} version {first.version})" if first is not last else ""
+        parts.append(Text(f"{file or 'held-out prompts'} at version {last.version}: {last.line}{since}"))
+    if (best := best_choice(view.evaluations, config)) is not None:
+        parts.append(Text(f"best version: {best.line}"))
     if not is_short:
         parts += [Text(finding.text, "yellow") for finding in view.findings.values()]
         parts += [Text(line) for line in (mismatch_line(steps, config), clip_causes_line(steps, config)) if line]

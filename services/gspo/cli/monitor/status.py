@@ -30,7 +30,7 @@ from gspo.common.streams.keys import COORDINATOR, GENERATION
 from gspo.runlog.left_out import left_out_line
 from gspo.runlog.memory_shortages import shortage_line
 from gspo.runlog.run_log import PAGE_NAME, RunLog
-from gspo.runlog.unscored import unscored_so_far
+from gspo.runlog.sentences.unscored import unscored_so_far
 
 _WATCH_S = 1.0
 _PIPE_WIDTH = 10_000

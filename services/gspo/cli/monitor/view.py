@@ -18,7 +18,7 @@ from gspo.common.telemetry.advice import findings
 from gspo.common.telemetry.findings import Finding, RecentSteps
 from gspo.common.telemetry.step_time import duration
 from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, best_evaluated
-from gspo.runlog.unscored import UNSCORED, Unscored
+from gspo.runlog.sentences.unscored import UNSCORED, Unscored
 from gspo_proto.rollout_pb2 import (
     RUN_END_FAILED,
     CheckpointDone,

@@ -34,6 +34,7 @@ from gspo.common.streams.keys import LEARNER, SERVICES
 from gspo.common.tasks import task_group
 from gspo.common.telemetry.step_time import duration
 from gspo.runlog.run_log import PAGE_NAME, RunLog
+from gspo.runlog.sentences.held_out import change_in_words, difference, error_of, in_words
 from gspo_proto.rollout_pb2 import RUN_END_STOPPED, RunEnd
 
 T = TypeVar("T")
@@ -258,14 +259,23 @@ def _conclude(start: RunStart, view: View, console: Console) -> int:
     return EXIT_FAILED if finished.get("end") == FAILED else 0
 
 
+def _held_out_line(before: dict[str, float], after: dict[str, float]) -> str:
+    """Means of the sampled answers before and after, with standard errors; empty where one of them is missing."""
+    if (change := difference(before, after)) is None:
+        return ""
+    first, last = (in_words(figures["sampled_mean"], error_of(figures, "sampled_mean")) for figures in (before, after))
+    words = change_in_words(*change)
+    return f"{first} -> {last}{f' ({words})' if words else ''}"
+
+
 def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: Console) -> None:
     """Print the held-out reward, the counts, and the paths of the results, which are never wrapped."""
     lines: list[tuple[str, str]] = []
-    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
-    if before is not None and after is not None:
-        lines.append(("held-out reward", f"{before:.3f} -> {after:.3f}"))
+    for file, figures in summary.get("held_out", {}).items():
+        if text := _held_out_line(figures["before"], figures["after"] or {}):
+            lines.append((f"held-out reward{f', {file}' if file else ''}", text))
     if best := summary.get("best"):
-        lines.append(("best version", f"{best['version']} ({best['figure']} {best['score']:.3f})"))
+        lines.append(("best version", best["line"]))
     lines.append(("steps, policy version", f"{summary['steps']}, {summary['policy_version']}"))
     lines.append(("groups", ", ".join(f"{count} {name}" for name, count in summary["groups"].items())))
     if unscored := summary.get("rollouts", {}).get("skipped_failed"):
@@ -276,5 +286,5 @@ def print_summary(summary: dict[str, Any], run_dir: Path, view: View, console: C
     lines += [(label, str(run_dir / name)) for label, name in _RESULTS if (run_dir / name).exists()]
     width = max(len(label) for label, _ in lines) + 2
     for label, text in lines:
-        style = "bold" if label == "held-out reward" else ""
+        style = "bold" if label.startswith("held-out reward") else ""
         console.print(Text.assemble(label.ljust(width), (text, style)), soft_wrap=True)

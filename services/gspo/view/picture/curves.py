@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -33,11 +33,25 @@ Values = Mapping[int, float | None]
 
 
 @dataclass(frozen=True)
+class CaptionHint:
+    """A sentence on how to read a curve.
+
+    Attributes:
+        needs: Figures, or labels of limits, that it speaks of: without one of them it is left out.
+    """
+
+    text: str
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Line:
     """A line of a curve.
 
     Attributes:
         figure: Its name in the log; empty for a limit.
+        file: The held-out file of its points.
+        prompts: Names of its held-out prompts; several where its points are not of the same ones.
         values: By step; None is a gap.
         style: `stacked` lines are bars on top of those before them.
         widths: By step, how far a band reaches above and below the value.
@@ -49,6 +63,8 @@ class Line:
     values: Values
     style: Style = "solid"
     widths: Values = field(default_factory=dict)
+    file: str = ""
+    prompts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -74,14 +90,15 @@ class Curve:
 
     Attributes:
         name: Its own on the page.
-        reading: How to read it.
+        hints: How to read it; `captioned` makes the reading of those that speak of drawn lines.
     """
 
     name: str
     question: str
-    reading: str
+    hints: tuple[CaptionHint, ...]
     axis: Axis
     lines: Sequence[Line]
+    reading: str = ""
 
     @property
     def steps(self) -> list[int]:
@@ -101,6 +118,33 @@ class Curve:
         ]
         words = {"name": self.name, "question": self.question, "reading": self.reading}
         return {**words, **vars(self.axis), "steps": steps, "lines": lines}
+
+
+def captioned(curves: Iterable[Curve]) -> list[Curve]:
+    """Curves with their readings. Those of one question have one, from the lines of all of them."""
+    curves = list(curves)
+    by_question: dict[str, list[Line]] = {}
+    for curve in curves:
+        by_question.setdefault(curve.question, []).extend(curve.lines)
+    return [replace(curve, reading=_reading(curve.hints, by_question[curve.question])) for curve in curves]
+
+
+def _reading(hints: Iterable[CaptionHint], lines: Sequence[Line]) -> str:
+    drawn = {name for line in lines for name in (line.figure or line.label).split(" + ")}
+    return " ".join([*(hint.text for hint in hints if drawn.issuperset(hint.needs)), *_on_prompts(lines)])
+
+
+def _on_prompts(lines: Sequence[Line]) -> Iterator[str]:
+    """Whether the held-out points can be compared."""
+    of_lines = [line.prompts for line in lines if line.prompts]
+    if not of_lines:
+        return
+    if max(map(len, of_lines)) > 1:
+        yield "Some points of a line are of its first held-out prompts alone (evaluation.limit_between)."
+    elif len(set(of_lines)) == 1:
+        yield "The held-out points can be compared: all are of the same prompts."
+    else:
+        yield "The points of a line are of the same held-out prompts; those of another line need not be."
 
 
 @dataclass(frozen=True)
@@ -171,13 +215,16 @@ class Plot:
 
     Args:
         question: Its title.
-        reading: How to read it.
+        reading: How to read it: a sentence or more, or hints that speak of some of its lines alone.
         panels: From top to bottom.
         needs: Figures of which one must have a value other than 0; empty where any value of a panel is enough.
     """
 
-    def __init__(self, name: str, question: str, reading: str, *panels: Panel, needs: Sequence[str] = ()) -> None:
-        self.name, self._question, self._reading, self._panels, self._needs = name, question, reading, panels, needs
+    def __init__(
+        self, name: str, question: str, reading: str | Sequence[CaptionHint], *panels: Panel, needs: Sequence[str] = ()
+    ) -> None:
+        self.name, self._question, self._panels, self._needs = name, question, panels, needs
+        self._hints = (CaptionHint(reading),) if isinstance(reading, str) else tuple(reading)
 
     def curves(self, history: RunHistory) -> Iterator[Curve]:
         """A curve for each panel that has something to draw."""
@@ -186,7 +233,7 @@ class Plot:
         for number, panel in enumerate(self._panels):
             if lines := panel.drawn(history):
                 name = f"{self.name}-{number}" if number else self.name
-                yield Curve(name, self._question, self._reading, panel.axis, lines)
+                yield Curve(name, self._question, self._hints, panel.axis, lines)
 
 
 def level(history: RunHistory, value: float, label: str, colour: str = GREY) -> Line:

@@ -15,6 +15,7 @@ from gspo.common.telemetry.clip_rules import CLIPPED_TOO_MUCH
 from gspo.common.telemetry.source_figures import named_sources, source_figure
 from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import EvaluationRecord
+from gspo.runlog.sentences.held_out import error_of
 from gspo.view.picture.curves import (
     BLUE,
     GREEN,
@@ -23,12 +24,14 @@ from gspo.view.picture.curves import (
     PURPLE,
     RED,
     SKY,
+    CaptionHint,
     Curve,
     Line,
     Panel,
     Plot,
     StepFigure,
     Style,
+    captioned,
     level,
 )
 
@@ -44,27 +47,29 @@ _share = partial(Panel, is_share=True, least_top=_SMALL_SHARE)
 
 def curves_of(history: RunHistory) -> list[Curve]:
     """The curves that the log has figures for, in the order of PLOTS."""
-    return [curve for plot in PLOTS for curve in plot.curves(history)]
+    return captioned(curve for plot in PLOTS for curve in plot.curves(history))
 
 
 def _evaluated(
-    records: Iterable[EvaluationRecord], figure: str, label: str, colour: str, error: str = ""
+    history: RunHistory, records: Iterable[EvaluationRecord], figure: str, label: str, colour: str
 ) -> Iterator[Line]:
-    """A figure of evaluations over the policy versions, with its standard error where `error` names one."""
+    """A figure of evaluations over the policy versions, with its standard error where it has one."""
     having = [record for record in records if figure in record.figures]
-    widths = {record.version: record.figures.get(error) for record in having} if error else {}
     if having:
         values = {record.version: record.figures[figure] for record in having}
-        yield Line(label, figure, colour, values, "points", widths)
+        errors = {record.version: error_of(record.figures, figure) for record in having}
+        widths = errors if any(error is not None for error in errors.values()) else {}
+        prompts = frozenset(history.held_out_prompts(record) for record in having)
+        yield Line(label, figure, colour, values, "points", widths, having[0].file, prompts)
 
 
 def _held_out_rewards(history: RunHistory) -> Iterator[Line]:
     """The held-out reward of every file, sampled, and of the first file also greedy; the best version."""
     for (file, records), colour in zip(history.by_file.items(), _COLOURS, strict=False):
         name = file or "held-out prompts"
-        yield from _evaluated(records, "sampled_mean", f"{name}, sampled (± standard error)", colour, "sampled_stderr")
+        yield from _evaluated(history, records, "sampled_mean", f"{name}, sampled (± standard error)", colour)
         if records is history.headline:
-            yield from _evaluated(records, "greedy_mean", f"{name}, greedy", RED)
+            yield from _evaluated(history, records, "greedy_mean", f"{name}, greedy", RED)
     best = history.best[0] if history.best else None
     for record in history.headline:
         if record.version == best and "sampled_mean" in record.figures:
@@ -79,13 +84,13 @@ def _pass_at_k(history: RunHistory) -> Iterator[Line]:
         return
     ks = sorted({1, min(1 << (largest.bit_length() // 2), largest), largest})
     for k, colour in zip(ks, _COLOURS, strict=False):
-        yield from _evaluated(history.headline, f"pass_at_{k}", f"pass@{k}", colour)
+        yield from _evaluated(history, history.headline, f"pass_at_{k}", f"pass@{k}", colour)
 
 
 def _evaluated_turns(history: RunHistory) -> Iterator[Line]:
     """Turns of the conversations about held-out prompts."""
     for (file, records), colour in zip(history.by_file.items(), (ORANGE, GREEN, PURPLE, RED), strict=False):
-        yield from _evaluated(records, "turns_mean", f"{file or 'held-out prompts'}, sampled", colour)
+        yield from _evaluated(history, records, "turns_mean", f"{file or 'held-out prompts'}, sampled", colour)
 
 
 def _by_source(figure: str, history: RunHistory) -> Iterator[Line]:
@@ -134,8 +139,13 @@ PLOTS = (
     Plot(
         "reward",
         "Is the policy getting better?",
-        "The held-out points can be compared: all are of the same prompts (the first ones, under "
-        "evaluation.limit_between). The training line jumps, because each step has other prompts.",
+        (
+            CaptionHint("The training line jumps, because each step has other prompts.", ("reward_mean",)),
+            CaptionHint(
+                "Bands are standard errors over held-out prompts; a difference within two of them is none.",
+                ("sampled_mean",),
+            ),
+        ),
         Panel(
             "mean reward",
             StepFigure("reward_mean", "training rollouts of the step", SKY),
@@ -146,16 +156,29 @@ PLOTS = (
     Plot(
         "length",
         "Do answers grow, and are they cut off?",
-        "If length and the share of cut-off answers rise together, response_length decides the reward.",
+        (
+            CaptionHint(
+                "If length and the share of cut-off answers rise together, response_length decides the reward.",
+                ("response_tokens_mean", "truncated_share"),
+            ),
+        ),
         Panel("tokens an answer", StepFigure("response_tokens_mean", "mean over the step's rollouts", BLUE)),
         _share("cut off", StepFigure("truncated_share", "share cut off at response_length", RED)),
     ),
     Plot(
         "clip",
         "How much of the signal does the clip remove?",
-        "A clipped sequence gives no gradient in its optimizer step (under a token ratio, a part of it; under cispo "
-        "its weight is bounded). If the line of the noise is far up in the bars, the clip cuts numerical differences "
-        "between the engines, not changes of the policy.",
+        (
+            CaptionHint(
+                "A clipped sequence gives no gradient in its optimizer step (under a token ratio, a part of it; under "
+                "cispo its weight is bounded)."
+            ),
+            CaptionHint(
+                "If the line of the noise is far up in the bars, the clip cuts numerical differences between the "
+                "engines, not changes of the policy.",
+                ("noise_share",),
+            ),
+        ),
         Panel(
             "share of sequences",
             StepFigure("clipped_sequences_low", "ratio below the clip", BLUE, "stacked"),
@@ -168,9 +191,15 @@ PLOTS = (
     Plot(
         "clip_causes",
         "Why are sequences outside the clip?",
-        "At the step's first weights, engine noise and lag put sequences outside. Above that line, the policy has "
-        "moved within the step. Below the dotted line, the engines' noise alone explains it. With old_logprobs: "
-        "recompute, movement is all there is.",
+        (
+            CaptionHint(
+                "At the step's first weights, engine noise and lag put sequences outside. Above that line, the policy "
+                "has moved within the step.",
+                ("outside_clip_at_start",),
+            ),
+            CaptionHint("Below the dotted line, the engines' noise alone explains it.", ("outside_clip_noise",)),
+            CaptionHint("With old_logprobs: recompute, movement is all there is."),
+        ),
         _share(
             "share of sequences",
             StepFigure("outside_clip_sequences", "outside the clip", BLUE),
@@ -181,9 +210,17 @@ PLOTS = (
     Plot(
         "log_ratio",
         "How far does the policy move from the old one?",
-        "The mean log-ratio of a sequence's tokens, over all optimizer steps of a step, and its standard deviation. "
-        "The old policy is the policy that sampled; with old_logprobs: recompute it has the step's first weights. "
-        "Outside the dashed lines a sequence is clipped if its advantage points outwards.",
+        (
+            CaptionHint(
+                "The mean log-ratio of a sequence's tokens, over all optimizer steps of a step, and its standard "
+                "deviation. The old policy is the policy that sampled; with old_logprobs: recompute it has the step's "
+                "first weights.",
+            ),
+            *(
+                CaptionHint("Outside the dashed lines a sequence is clipped if its advantage points outwards.", (clip,))
+                for clip in ("clip", "clip_low_mean")
+            ),
+        ),
         Panel(
             "log-ratio (nats)",
             StepFigure("log_ratio_mean", "mean over sequences (± std)", BLUE, width="log_ratio_std"),

@@ -86,7 +86,7 @@ class ReplayResult(BaseModel):
         reading = "A single visible line means that both are equal."
         if self.changes and self.start + 1 < self.first:
             reading += f" The steps before {self.first} are made as recorded."
-        return Curve(name, question, reading, Axis(name.replace("_", " "), is_share), lines)
+        return Curve(name, question, (), Axis(name.replace("_", " "), is_share), lines, reading)
 
 
 def _number(value: float | str | None) -> float | None:

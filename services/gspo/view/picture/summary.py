@@ -17,7 +17,7 @@ from gspo.runlog.left_out import left_out_line
 from gspo.runlog.memory_shortages import shortage_line
 from gspo.runlog.run_history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
 from gspo.runlog.run_log import SUMMARY_NAME, RunLog
-from gspo.runlog.unscored import unscored_so_far
+from gspo.runlog.sentences.unscored import unscored_so_far
 
 TIMES = ("wait_s", "shift_s", "train_s", "probe_s", "publish_s", "hold_s", "log_s")
 
@@ -40,9 +40,8 @@ def summarise(
     if finished is None:
         finished = {"end": earlier.get("end"), "reason": earlier.get("end_reason")}
     config, best, bound, causes = history.config, None, None, clip_causes(history.figures)
-    if history.best is not None:  # the version in `best/`
-        version, score = history.best
-        best = {"version": version, "figure": config.evaluation.keep_best if config else None, "score": score}
+    if (choice := history.choice) is not None:  # the version in `best/`
+        best = {**asdict(choice), "rivals": list(choice.rivals), "line": choice.line}
     if config is not None:
         bound = verdict(history.figures, config, config.generation.replicas)
     held_out, groups = _held_out(history), history.groups
@@ -198,22 +197,7 @@ def _accuracy_notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         sentences.append(
             f"While version {shown} was measured newer weights came in: a part of the answers is of those."
         )
-    change = difference(summary, "accuracy")
-    if change is not None and change[1] is not None and abs(change[0]) < 2 * change[1]:
-        sentences.append("The change of the held-out reward is less than two standard errors: it may be chance.")
     return sentences
-
-
-def difference(summary: dict[str, Any], name: str) -> tuple[float, float | None] | None:
-    """After minus before, and its standard error.
-
-    The standard error is that of independent prompts, an upper bound for the same prompts.
-    """
-    before, after = summary[f"{name}_before"], summary[f"{name}_after"]
-    if before is None or after is None:
-        return None
-    errors = [summary[f"{name}_{when}_stderr"] for when in ("before", "after")]
-    return after - before, math.hypot(*errors) if None not in errors else None
 
 
 def _group_notes(history: RunHistory, summary: dict[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -13,10 +13,11 @@ from gspo.common.config.schema import Config
 from gspo.common.telemetry.clip_causes import clip_causes_line, mismatch_line
 from gspo.common.telemetry.step_time import shares
 from gspo.runlog.run_history import RunHistory
-from gspo.runlog.run_log import SUMMARY_NAME, RunLog
+from gspo.runlog.run_log import SUMMARY_NAME, EvaluationRecord, RunLog
+from gspo.runlog.sentences.held_out import change_in_words, difference, error_of, in_words
 from gspo.view.picture.curves import Curve
 from gspo.view.picture.plots import curves_of
-from gspo.view.picture.summary import difference, end_in_words, notes, run_findings, summarise
+from gspo.view.picture.summary import end_in_words, notes, run_findings, summarise
 from gspo.view.picture.tables import config_keys, endings, evaluation_table, read_samples, what_ran
 
 # Versions in the table of pushes, the newest first.
@@ -83,6 +84,12 @@ class ViewedRun:
         """The curves that the log has figures for."""
         return curves_of(self._history())
 
+    def held_out(self) -> dict[str, tuple[EvaluationRecord, str]]:
+        """The last evaluation of each held-out file, and a name for its prompts."""
+        history = self._history()
+        last = {file: records[-1] for file, records in history.by_file.items()}
+        return {file: (record, history.held_out_prompts(record)) for file, record in last.items()}
+
     def keys(self) -> dict[str, str]:
         """Every key of the configuration with its value as text; empty if it cannot be read."""
         return config_keys(self._history().config)
@@ -104,7 +111,7 @@ def run_facts(history: RunHistory, summary: dict[str, Any]) -> dict[str, Any]:
     return {
         "summary": summary,
         "how_ended": end_in_words(summary),
-        "change": difference(summary, "accuracy"),
+        "results": [line for file, figures in summary["held_out"].items() for line in _results(file, figures)],
         "findings": run_findings(history),
         "notes": notes(history, summary),
         "clip_lines": [line for line in lines if line],
@@ -126,3 +133,20 @@ def run_facts(history: RunHistory, summary: dict[str, Any]) -> dict[str, Any]:
         "has_best": (run_dir / "best" / "config.json").is_file(),
         "evaluation": files if history.evaluations and files else "PROMPTS.jsonl",
     }
+
+
+def _results(file: str, figures: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """The first and the last result of a held-out file with their errors and difference, sampled and greedy."""
+    before, after = figures["before"], figures["after"] or {}
+    for name, kind in (("sampled_mean", "mean over sampled answers"), ("greedy_mean", "greedy answers")):
+        if name not in before:
+            continue
+        values = [in_words(of[name], error_of(of, name)) for of in (before, after) if name in of]
+        change = difference(before, after, name)
+        yield {
+            "file": file,
+            "kind": kind,
+            "values": " \u2192 ".join(values),
+            "versions": " to ".join(f"{of['version']:.0f}" for of in (before, after) if of),
+            "change": change_in_words(*change) or f"{change[0]:+.3f}, without a standard error" if change else "",
+        }

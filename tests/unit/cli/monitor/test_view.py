@@ -151,17 +151,17 @@ def test_history_of_a_resumed_run_is_read_and_a_half_line_left_out(view: View) -
 def test_the_panel_shows_what_matters(view: View) -> None:
     view.apply(step(1, reward_mean=0.25, clipped_sequences=0.125, age_mean=0.5, age_max=1, tokens_per_s=2000))
     view.apply(Event(evaluation_done=EvaluationDone(version=0, figures={"sampled_mean": 0.25}, score=0.25)))
-    figures = {"sampled_mean": 0.75, "pass_at_1": 0.5, "pass_at_4": 0.875}
+    figures = {"sampled_mean": 0.75, "sampled_stderr": 0.05, "pass_at_1": 0.5, "pass_at_4": 0.875}
     (line,) = view.apply(Event(evaluation_done=EvaluationDone(version=1, figures=figures, score=0.75)))
-    assert line.text == "held-out prompts at version 1: sampled 0.750, pass@4 0.875; the best by sampled_mean"
+    assert line.text == "held-out prompts at version 1: sampled 0.750 ± 0.050, pass@4 0.875; the best by sampled_mean"
     view.apply(Event(version_live=VersionLive(version=0)))
     activity = {"kind": "waiting", "what": "rewards", "detail": "of 3 groups", "since_unix_s": time.time() - 7}
     view.processes["learner-0"].instance = Instance("learner", "learner-0", activity=activity)
     text = drawn(view)
     for shown in (
         "step 1/10  reward 0.250  clipped 12%  age 0.50  max 1  tokens/s 2,000  version 1",
-        "held-out prompts at version 1: sampled 0.750, pass@4 0.875 (sampled was 0.250 at version 0)",
-        "best by sampled_mean: version 1",
+        "held-out prompts at version 1: sampled 0.750 ± 0.050, pass@4 0.875 (first at version 0)",
+        "best version: 1 (sampled_mean 0.750 ± 0.050)",
         "generators have version 0",
         "waiting for rewards of 3 groups",
         "7 s",
