@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.initialization import no_init_weights
 
 from gspo.learner.training.deepspeed_config import engine_config
+from gspo.learner.training.policy_engine import update_in_place
 from tests.support.training.rollout_rows import make_config
 
 NUM_RANKS = 64
@@ -55,6 +56,7 @@ def main() -> None:
         deepspeed.zero.Init(module=causal_lm, config_dict_or_path=config, dtype=torch.float32)
         optimizer = torch.optim.AdamW(causal_lm.parameters(), lr=1e-6, fused=True)
         engine = deepspeed.initialize(model=causal_lm, optimizer=optimizer, config=config)[0]
+        update_in_place(engine)
         measured = train(engine, optimizer)
     Path(sys.argv[1]).write_text(json.dumps({"num_parameters": num_parameters, **measured}))
 

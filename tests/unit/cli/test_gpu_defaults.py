@@ -29,7 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
 
 @pytest.fixture(autouse=True)
 def counted_model(model: PlannedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on a machine whose own memory is short."""
     monkeypatch.setattr(gpu_defaults, "read_planned_model", lambda _config, **_: model)
+    monkeypatch.setattr(gpu_defaults, "free_memory", lambda: 2048 * GIB)
 
 
 def published(name: str, monkeypatch: pytest.MonkeyPatch, *, host_gib: int) -> PlannedModel:

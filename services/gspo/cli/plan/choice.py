@@ -296,9 +296,11 @@ def _with_memory(
 
 
 def trained_size_of(config: Config, profile: ModelProfile) -> TrainedSize:
-    """The size of a profiled model and its teacher; adapters (LoRA) are those of all linear layers."""
+    """The size of a profiled model and its teacher, with files in bfloat16; all linear layers have adapters (LoRA)."""
     rank, teacher = config.learner.lora.rank, profile.teacher
-    size = TrainedSize(profile.num_parameters, rank * profile.num_adapted if rank else profile.num_parameters)
+    num_trained = rank * profile.num_adapted if rank else profile.num_parameters
+    num_bfloat16 = 0 if profile.is_mixture else profile.num_rounded
+    size = TrainedSize(profile.num_parameters, num_trained, profile.num_rounded, num_bfloat16)
     if teacher is None:
         return size
     return replace(size, num_teacher=teacher.num_parameters, num_teacher_rounded=teacher.num_rounded)

@@ -35,6 +35,8 @@ _FIX = "Give a folder that transformers' save_pretrained wrote"
 # estimate of memory is never too low.
 _PICKLED_BYTES = 2
 _EMBEDDING, _WEIGHT = "embed_tokens.weight", ".weight"
+# safetensors' word.
+_BFLOAT16 = "BF16"
 # peft's word for every linear layer but the output.
 ALL_LINEAR = "all-linear"
 # Embeddings and the output layer.
@@ -119,6 +121,7 @@ class ModelFiles:
         linear: Layer -> shape of its matrix [out, in], of all that can have adapters (LoRA): linear layers, and a
             mixture's routers and experts; empty for a pickle.
         shapes: Tensor -> shape, of all in the weight files; empty for a pickle.
+        num_bfloat16: Parameters of linear layers that the files have in bfloat16.
     """
 
     config: Mapping[str, Any]
@@ -127,6 +130,7 @@ class ModelFiles:
     highest_token: int | None
     linear: Mapping[str, list[int]]
     shapes: Mapping[str, list[int]] = field(default_factory=dict)
+    num_bfloat16: int = 0
 
 
 def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
@@ -138,11 +142,19 @@ def read_model_files(folder: Path, *, allow_pickle: bool) -> ModelFiles:
     if not folder.is_dir():
         raise InputError("model.path", f"{folder} is not a folder", _FIX)
     config = _read_json(folder / "config.json")
-    num_parameters, shapes = _weights(folder, allow_pickle)
+    num_parameters, tensors = _weights(folder, allow_pickle)
+    shapes = {name: shape for name, (shape, _) in tensors.items()}
     embedding = next((shape for name, shape in shapes.items() if name.endswith(_EMBEDDING)), None)
     matrices = {name.removesuffix(_WEIGHT): shape for name, shape in shapes.items() if name.endswith(_WEIGHT)}
     linear = {name: shape for name, shape in matrices.items() if len(shape) == 2 and not _NOT_ADAPTED.search(name)}
-    return ModelFiles(config, num_parameters, embedding, _highest_token(folder), linear, shapes)
+    in_bfloat16 = (
+        math.prod(shape)
+        for name, shape in linear.items()
+        if not is_stacked(name) and tensors[name + _WEIGHT][1] == _BFLOAT16
+    )
+    return ModelFiles(
+        config, num_parameters, embedding, _highest_token(folder), linear, shapes, num_bfloat16=sum(in_bfloat16)
+    )
 
 
 def read_tokens(folder: Path) -> dict[str, int]:
@@ -206,11 +218,11 @@ def causal_model_types() -> frozenset[str]:
     raise LookupError("transformers keeps its causal language models elsewhere")
 
 
-def _weights(folder: Path, allow_pickle: bool) -> tuple[int, dict[str, list[int]]]:
-    """Elements of all tensors, and the shape of each by its name; no shapes for a pickle."""
+def _weights(folder: Path, allow_pickle: bool) -> tuple[int, dict[str, tuple[list[int], str]]]:
+    """Elements of all tensors, and shape and dtype of each by its name; only the elements for a pickle."""
     if safe := weight_files(folder):
-        shapes = {name: shape for path in safe for name, shape in _safetensors_shapes(path).items()}
-        return sum(math.prod(shape) for shape in shapes.values()), shapes
+        tensors = {name: tensor for path in safe for name, tensor in _safetensors_heads(path).items()}
+        return sum(math.prod(shape) for shape, _ in tensors.values()), tensors
     pickled = sorted(folder.glob("pytorch_model*.bin"))
     if pickled and allow_pickle:
         return sum(path.stat().st_size for path in pickled) // _PICKLED_BYTES, {}
@@ -248,13 +260,14 @@ def weight_files(folder: Path) -> list[Path]:
     return by_vllm
 
 
-def _safetensors_shapes(path: Path) -> dict[str, list[int]]:
-    """Shapes by name."""
+def _safetensors_heads(path: Path) -> dict[str, tuple[list[int], str]]:
+    """Shapes and dtypes, such as BF16, by name."""
     from safetensors import SafetensorError, safe_open  # here: the image of the reward service reads no weights
 
     try:
         with safe_open(path, framework="numpy") as file:
-            return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
     except (OSError, SafetensorError) as error:
         raise InputError("model.path", f"{path} is not a whole safetensors file ({error})", "Copy it again") from error
 

@@ -17,12 +17,16 @@ class TrainedSize:
     """The size of a model that is trained: of all its parameters, and of those that the optimizer updates.
 
     Attributes:
+        num_rounded: Those of linear layers and experts, which a frozen copy stores in the dtype of the products.
+        num_bfloat16: Those of linear layers that bfloat16 has exactly, since the model's files do.
         num_teacher: Parameters of a teacher that the learner loads beside it; 0 without one.
         num_teacher_rounded: Those of its linear layers and experts, which are stored in the dtype of the products.
     """
 
     num_parameters: int
     num_trained: int
+    num_rounded: int = 0
+    num_bfloat16: int = 0
     num_teacher: int = 0
     num_teacher_rounded: int = 0
 
@@ -33,12 +37,16 @@ def trained_size(config: Config, files: ModelFiles) -> TrainedSize:
     Raises:
         InputError: The teacher's folder is missing or broken.
     """
-    size = TrainedSize(files.num_parameters, num_trained(config.learner.lora, files))
+    own = num_trained(config.learner.lora, files)
+    size = TrainedSize(files.num_parameters, own, _num_linear(files), files.num_bfloat16)
     if config.teacher.path is None:
         return size
     teacher = read_teacher_files(config)
-    rounded = sum(math.prod(shape) for shape in teacher.linear.values())
-    return replace(size, num_teacher=teacher.num_parameters, num_teacher_rounded=rounded)
+    return replace(size, num_teacher=teacher.num_parameters, num_teacher_rounded=_num_linear(teacher))
+
+
+def _num_linear(files: ModelFiles) -> int:
+    return sum(math.prod(shape) for shape in files.linear.values())
 
 
 def num_trained(lora: LoraConfig, files: ModelFiles) -> int:

@@ -44,8 +44,7 @@ class RankMemory:
     """Bytes of one rank of the learner, by part.
 
     Attributes:
-        weights, gradients, optimizer: On its device for the whole run; AdamW's two moments, and under ZeRO its own
-            copy of the weights that the rank updates.
+        weights, gradients, optimizer: On its device for the whole run; AdamW's two moments.
         reference: The frozen first policy of a KL term.
         teacher: The frozen model of the section `teacher`.
         buckets: DeepSpeed's buffers in a pass: gradients that are reduced, and under ZeRO 3 gathered weights.
@@ -55,7 +54,7 @@ class RankMemory:
             model was not profiled.
         update: DeepSpeed's buffers in an optimizer step, instead of the three parts above: gradients in one piece.
         loading: On the device while the model loads, instead of all parts above; 0 under ZeRO 3.
-        offloaded: In host memory instead of on the device.
+        offloaded: In host memory instead of on the device; of an offloaded optimizer also the weights that it updates.
     """
 
     weights: float
@@ -110,12 +109,15 @@ def rank_memory(
         on_gpu: On a CPU a buffer takes only the pages that are used.
     """
     learner, stage = config.learner, config.learner.zero_stage
-    num_weights = size.num_parameters + (size.num_trained if learner.lora.rank else 0)
     divided = ranks if stage >= _DIVIDED_WEIGHTS else 1
-    weights = FLOAT32_BYTES * num_weights / divided
-    optimizer = FLOAT32_BYTES * size.num_trained * (3 / ranks if stage else 2)
-    has_copy = config.algorithm.needs_reference and not learner.lora.rank
+    weights = FLOAT32_BYTES * size.num_parameters / divided
+    if learner.lora.rank:
+        # Below ZeRO 3 the frozen ones are stored as the products take them.
+        rounded = size.num_bfloat16 if stage < _DIVIDED_WEIGHTS else 0
+        weights = (_stored_bytes(config, size.num_parameters, rounded) + FLOAT32_BYTES * size.num_trained) / divided
     offloads_weights, offloads_optimizer = learner.offload == "all", learner.offload != "none"
+    optimizer = FLOAT32_BYTES * size.num_trained * (3 if offloads_optimizer else 2) / (ranks if stage else 1)
+    has_copy = config.algorithm.needs_reference and not learner.lora.rank
     gradients, gradients_on_host = _gradient_bytes(size.num_trained / ranks, config, ranks)
     buckets, update = _buffer_bytes(config, size, ranks, profile, on_gpu=on_gpu)
     activations, output_layer = pass_bytes(config, profile, on_gpu=on_gpu) if profile else (0.0, 0.0)
@@ -123,8 +125,8 @@ def rank_memory(
         weights=0.0 if offloads_weights else weights,
         gradients=gradients,
         optimizer=0.0 if offloads_optimizer else optimizer,
-        reference=FLOAT32_BYTES * size.num_parameters / divided if has_copy else 0.0,
-        teacher=teacher_bytes(config, size) / divided,
+        reference=_stored_bytes(config, size.num_parameters, size.num_rounded) / divided if has_copy else 0.0,
+        teacher=_stored_bytes(config, size.num_teacher, size.num_teacher_rounded) / divided,
         buckets=buckets,
         activations=activations,
         output_layer=output_layer,
@@ -161,10 +163,9 @@ def loading_bytes(size: TrainedSize, stage: int) -> float:
     return 0.0 if stage >= _DIVIDED_WEIGHTS else FLOAT32_BYTES * max(size.num_parameters, size.num_teacher)
 
 
-def teacher_bytes(config: Config, size: TrainedSize) -> float:
-    """Bytes of the whole teacher: linear layers and experts in the dtype of the products, all else in float32."""
-    others = size.num_teacher - size.num_teacher_rounded
-    return FLOAT32_BYTES * others + DTYPE_BYTES[config.learner.dtype] * size.num_teacher_rounded
+def _stored_bytes(config: Config, num_parameters: int, num_rounded: int) -> float:
+    """Bytes of a whole frozen model: some weights in the dtype of the products, all others in float32."""
+    return FLOAT32_BYTES * (num_parameters - num_rounded) + DTYPE_BYTES[config.learner.dtype] * num_rounded
 
 
 def _buffer_bytes(

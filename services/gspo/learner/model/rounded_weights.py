@@ -1,6 +1,6 @@
-"""Finds the weights of a model that may come rounded to the dtype of its products, in half the bytes.
+"""Finds the weights of a model that may be rounded to the dtype of its products, in half the bytes.
 
-training/policy_engine.py gathers them so.
+training/policy_engine.py gathers and stores them so.
 """
 
 from __future__ import annotations
@@ -46,6 +46,18 @@ def rounded_weights(causal_lm: PreTrainedModel, dtype: torch.dtype, whole: Whole
         return list(rounded)
     log.info("float32_gathers", model=type(causal_lm).__name__, reason="rounded weights give another state")
     return []
+
+
+@torch.no_grad()
+def store_rounded(causal_lm: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Store the frozen weights of linear layers in the dtype of the products, where it has them exactly.
+
+    Every pass and every merge of adapters then has the same bits. Experts stay: peft adds adapters in their dtype.
+    """
+    linear = (module.weight for module in causal_lm.modules() if isinstance(module, nn.Linear))
+    for weight in product_weights(causal_lm).intersection(linear):
+        if not weight.requires_grad and torch.equal(rounded := weight.to(dtype), weight):
+            weight.data = rounded
 
 
 def _trial_states(causal_lm: PreTrainedModel, dtype: torch.dtype, whole: Whole, rounded: Collection[Tensor]) -> Tensor:

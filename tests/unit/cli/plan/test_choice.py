@@ -76,8 +76,8 @@ def test_the_rules_choose(model: str, num_gpus: int, context: int, expected: tup
 
 
 def test_ranks_take_more_gpus_before_they_offload() -> None:
-    """States of 8 B parameters, without offload, need five GPUs of 60 GiB, and eight divide the rollouts."""
-    choice = fitting(machine_of(12, gib=60, per_host=12))
+    """States of 8 B parameters, without offload, need five GPUs of 48 GiB, and eight divide the rollouts."""
+    choice = fitting(machine_of(12, gib=48, per_host=12))
     assert (choice.ranks, choice.config.learner.offload) == (8, "none")
     assert choice.config.learner.zero_stage == 3
 

@@ -13,8 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from gspo.common.errors import InputError
+from gspo.common.model.files import read_model_files
+from gspo.common.model.trained_parameters import trained_size
+from gspo.common.planning.memory import rank_memory
 from gspo.common.weights import policy_digest
 from gspo.learner.assembly.rows import Row
+from gspo.learner.training import policy_engine
 from gspo.learner.training.trainer import Trainer
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import answer_logp, make_config, make_rows, train, with_behavior
@@ -178,6 +182,29 @@ def mean_k3(first: Path, policy: Path, rows: list[Row]) -> float:
         difference_T = ref_T - logp_T
         means.append(float((difference_T.exp() - difference_T - 1).mean()))
     return sum(means) / len(means)
+
+
+@pytest.mark.parametrize(("lora", "num_experts"), [({"lora": LORA}, 0), ({"lora": LORA}, 4), ({}, 4)])
+def test_what_is_frozen_is_stored_in_bfloat16_as_planned_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any], num_experts: int
+) -> None:
+    """The base of adapters where its files are bfloat16, but for experts; the first policy of a KL term as a whole."""
+    folder = make_tiny_model(tmp_path / "model", scale=4.0, num_experts=num_experts)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    algorithm = {"pg_clip": 0.5, "use_kl_loss": True}
+    config = make_config(folder, algorithm=algorithm, learner={"dtype": "bfloat16", "learning_rate": 1e-2, **lora})
+    trainer = Trainer(config, folder)
+    planned = rank_memory(config, trained_size(config, read_model_files(folder, allow_pickle=False)), 1)
+    reference = [] if lora else trainer.engine._reference_model.parameters()
+    assert sum(weight.nbytes for weight in trainer.engine.model.parameters()) == planned.weights
+    assert sum(weight.nbytes for weight in reference) == pytest.approx(planned.reference, rel=0.01)  # routers
+    if lora:
+        monkeypatch.setattr(policy_engine, "store_rounded", lambda *_: None)
+        plain = Trainer(config, folder)
+        rows = make_rows(folder)
+        for either in (trainer, plain):
+            train(either, 1, rows)
+        assert digest(trainer) == digest(plain)
 
 
 @pytest.mark.parametrize("num_experts", [0, 16])
