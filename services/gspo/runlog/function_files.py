@@ -7,13 +7,13 @@ replaces it as it goes. The reward service writes both; readers need this module
 from __future__ import annotations
 
 import json
-import os
 import re
-import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from gspo.common.host.durable_write import replace_file
 
 FOLDER = "functions"
 _VERSION = re.compile(r"[0-9a-f]{8,64}")
@@ -112,19 +112,8 @@ def write_calls(log_folder: Path, process: str, calls: list[FunctionCalls]) -> N
 
 def _write(log_folder: Path, stem: str, content: Any, *, replaces: bool) -> None:
     path = log_folder / FOLDER / f"{stem}.json"
-    if path.exists() and not replaces:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8", errors="replace") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    if replaces or not path.exists():
+        replace_file(path, json.dumps(content).encode())
 
 
 def read_source(log_folder: Path, version: str) -> FunctionSource | None:

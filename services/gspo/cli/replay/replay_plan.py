@@ -22,6 +22,7 @@ from gspo.cli.rundir.start import check_run_dir, environment
 from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, read_mapping
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
+from gspo.common.telemetry.step_time import duration
 from gspo.runlog.checkpoint_files import whole_checkpoints
 from gspo.runlog.run_log import RunLog, StepRecord, VersionRecord
 
@@ -145,13 +146,6 @@ def make_plan(run_dir: Path, steps: str | None, settings: Sequence[str]) -> Repl
         tuple(rounding),
         (*notes, *_live_note(run_dir), *log.problems),
     )
-
-
-def duration(seconds: float) -> str:
-    """A time in words: 40 s, 12 min, 3.5 h."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _steps(num: int) -> str:

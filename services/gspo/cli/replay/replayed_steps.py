@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.replay.replay_folder import LEAD_CONFIG, check_folder, fill, take_loss
-from gspo.cli.replay.replay_plan import ReplayPlan, duration, make_plan
+from gspo.cli.replay.replay_plan import ReplayPlan, make_plan
 from gspo.cli.replay.replay_process import ReplayProcess
 from gspo.cli.replay.replay_tables import print_result, result_of
 from gspo.cli.replay.step_comparison import ComparedValue, StepComparison, first_difference
@@ -22,6 +22,7 @@ from gspo.cli.rundir.start import lock_run_dir
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.errors import EXIT_FAILED, InputError
 from gspo.common.host.durable_write import replace_file
+from gspo.common.telemetry.step_time import duration
 from gspo.runlog.checkpoint_files import CHECKPOINTS, whole_checkpoints
 from gspo.runlog.memory_shortages import shortage_line
 from gspo.runlog.run_log import LOG_FOLDER, RunLog, StepRecord

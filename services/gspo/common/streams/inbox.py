@@ -35,14 +35,22 @@ DONE = b"done"
 _PENDING_AT_ONCE = 1000
 log = structlog.get_logger()
 
-# KEYS: stream, tokens, rollout_tokens, output streams. ARGV: consumer group, consumer, entry, deliveries, the six of
-# EndedTokens, payloads.
+# KEYS: stream, tokens, rollout_tokens, output streams. ARGV: consumer group, consumer, then of each entry: its id,
+# deliveries, the six of EndedTokens, number of outputs, and of each the place of its stream in KEYS and its payload.
+# Returns the entries that were ours. One script, so that a burst costs one round trip.
 _FINISH = """
-if not owns(ARGV[3], ARGV[4]) then return 0 end
-for i = 4, #KEYS do redis.call('XADD', KEYS[i], '*', 'd', ARGV[i + 7]) end
-finish(ARGV[3])
-settle(KEYS[2], KEYS[3], ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10])
-return 1
+local finished, i = {}, 3
+while ARGV[i] do
+  local first, last = i + 9, i + 8 + 2 * tonumber(ARGV[i + 8])
+  if owns(ARGV[i], ARGV[i + 1]) then
+    for j = first, last, 2 do redis.call('XADD', KEYS[tonumber(ARGV[j])], '*', 'd', ARGV[j + 1]) end
+    finish(ARGV[i])
+    settle(KEYS[2], KEYS[3], unpack(ARGV, i + 2, i + 7))
+    finished[#finished + 1] = ARGV[i]
+  end
+  i = last + 1
+end
+return finished
 """
 
 # KEYS: stream, tokens, rollout_tokens. ARGV: consumer group, then entry and the six of EndedTokens in sevens. A call
@@ -77,20 +85,6 @@ for i = 4, #ARGV, 8 do
   kept[#kept + 1] = ours[lease] and 1 or 0
 end
 return kept
-"""
-
-# KEYS: stream, output stream. ARGV: consumer group, consumer, then entry, deliveries and payload in threes. Returns the
-# entries that were ours. One script, so that a burst costs one round trip.
-_FINISH_MANY = """
-local finished = {}
-for i = 3, #ARGV, 3 do
-  if owns(ARGV[i], ARGV[i + 1]) then
-    redis.call('XADD', KEYS[2], '*', 'd', ARGV[i + 2])
-    finish(ARGV[i])
-    finished[#finished + 1] = ARGV[i]
-  end
-end
-return finished
 """
 
 # KEYS: stream. ARGV: consumer group, consumer, then entry and deliveries in pairs. Returns the entries that are still
@@ -194,13 +188,6 @@ class Inbox:
         self._num_broken_off, self._next_look_s = num_broken_off(redis), time.monotonic() + lease_s
         self._consumer_group, self._kind = consumer_groups(keys)[stream], entry_kinds(keys)[stream]
         self._is_evaluation = stream == keys.eval_prompts
-        self._finish_script = redis.register_script(LEASE + COUNTING + _FINISH)
-        self._acknowledge_script = redis.register_script(LEASE + COUNTING + _ACKNOWLEDGE)
-        self._put_many_script = redis.register_script(LEASE + COUNTING + _PUT_MANY)
-        self._finish_many_script = redis.register_script(LEASE + _FINISH_MANY)
-        self._renew_script = redis.register_script(LEASE + _RENEW)
-        self._save_script = redis.register_script(LEASE + COUNTING + _SAVE)
-        self._requeue_script = redis.register_script(LEASE + _REQUEUE)
 
     async def take(self, count: int, block_s: float) -> list[Delivery]:
         """Up to `count` new entries; waits `block_s` at most (0 looks once), and returns none then.
@@ -234,7 +221,7 @@ class Inbox:
     async def renew(self, deliveries: Sequence[Delivery]) -> set[bytes]:
         """Renew the leases; returns the entries that are still ours. Work on the others must be dropped."""
         pairs = [value for delivery in deliveries for value in (delivery.entry, delivery.num_deliveries)]
-        return set(await self._call(self._renew_script, [], pairs)) if deliveries else set()
+        return set(await self._call(_RENEW, [], pairs)) if deliveries else set()
 
     async def put(self, outputs: Sequence[EntryOutput]) -> list[bool]:
         """Write outputs, all in one transaction, and keep their entries; a second output under a key is dropped.
@@ -253,7 +240,7 @@ class Inbox:
         for output in outputs:
             place = 5 + streams.index(output.stream)
             args += (*_reported(output), place, output.payload)
-        kept = await self._call(self._put_many_script, [self._keys.partial, *self._ledger, *streams], args)
+        kept = await self._call(_PUT_MANY, [self._keys.partial, *self._ledger, *streams], args)
         return [bool(ours) for ours in kept] if kept else [False] * len(outputs)
 
     async def save(self, states: Sequence[EntryState]) -> int:
@@ -266,7 +253,7 @@ class Inbox:
         args: list[Any] = [int(self._is_evaluation)]
         for item in states:
             args += (*_reported(item), item.state)
-        return int(await self._call(self._save_script, [self._keys.partial, *self._ledger], args) or 0)
+        return int(await self._call(_SAVE, [self._keys.partial, *self._ledger], args) or 0)
 
     async def load(self, output_keys: Sequence[str]) -> list[bytes | None]:
         """For each key its newest state: DONE where the output was written, None where there is none."""
@@ -281,7 +268,7 @@ class Inbox:
         """
         field = "" if group is None else str(group)
         args = [delivery.entry, delivery.num_deliveries, delivery.payload, field]
-        return bool(await self._call(self._requeue_script, [self._keys.open, stream or self.stream], args))
+        return bool(await self._call(_REQUEUE, [self._keys.open, stream or self.stream], args))
 
     async def has(self, delivery: Delivery) -> bool:
         """Whether the entry is still in its stream, under this lease or another."""
@@ -303,10 +290,7 @@ class Inbox:
 
         Returns whether the entry was still ours; otherwise nothing was written.
         """
-        outputs = list(outputs)
-        args = [delivery.entry, delivery.num_deliveries, *tokens.args, *(payload for _, payload in outputs)]
-        streams = [stream for stream, _ in outputs]
-        return bool(await self._call(self._finish_script, [*self._ledger, *streams], args))
+        return bool(await self._finish([(delivery, list(outputs), tokens)]))
 
     async def dead_letter(
         self,
@@ -336,10 +320,17 @@ class Inbox:
 
         Returns the entries that were still ours; of the others nothing was written.
         """
+        return await self._finish([(delivery, [(stream, payload)], NO_TOKENS) for delivery, payload in outputs])
+
+    async def _finish(self, entries: Sequence[tuple[Delivery, list[tuple[str, bytes]], EndedTokens]]) -> set[bytes]:
+        keys = [self.stream, *self._ledger]
+        keys += dict.fromkeys(stream for _, outputs, _ in entries for stream, _ in outputs)
         args: list[Any] = []
-        for delivery, payload in outputs:
-            args += (delivery.entry, delivery.num_deliveries, payload)
-        return set(await self._call(self._finish_many_script, [stream], args)) if outputs else set()
+        for delivery, outputs, tokens in entries:
+            args += (delivery.entry, delivery.num_deliveries, *tokens.args, len(outputs))
+            for stream, payload in outputs:
+                args += (keys.index(stream, 3) + 1, payload)
+        return set(await self._call(_FINISH, keys[1:], args)) if entries else set()
 
     async def acknowledge(self, entries: Iterable[tuple[Delivery, EndedTokens]]) -> None:
         """Acknowledge entries whose outcome is safe elsewhere (on disk), for the only reader of the stream.
@@ -349,16 +340,20 @@ class Inbox:
         """
         args = [value for delivery, tokens in entries for value in (delivery.entry, *tokens.args)]
         if args:
-            await self._acknowledge_script(keys=[self.stream, *self._ledger], args=[self._consumer_group, *args])
+            await self._script(_ACKNOWLEDGE)(keys=[self.stream, *self._ledger], args=[self._consumer_group, *args])
 
     @property
     def _ledger(self) -> list[str]:
         return [self._keys.tokens, self._keys.rollout_tokens]
 
-    async def _call(self, script: AsyncScript, keys: Sequence[str], args: Sequence[Any]) -> Any:
+    def _script(self, text: str) -> AsyncScript:
+        return self._redis.register_script(LEASE + COUNTING + text)
+
+    async def _call(self, text: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """The reply of a script; an empty one where the stream does not exist, and so no lease."""
+        lease = [self._consumer_group, self.consumer]
         try:
-            return await script(keys=[self.stream, *keys], args=[self._consumer_group, self.consumer, *args])
+            return await self._script(text)(keys=[self.stream, *keys], args=[*lease, *args])
         except ResponseError as error:
             self._ignore_missing_stream(error)
             return []

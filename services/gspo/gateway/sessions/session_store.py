@@ -245,16 +245,6 @@ class SessionStore:
     ) -> None:
         self._redis, self._keys, self._uid = redis, keys, uid
         self._stream, self._lease_ms, self._most_bytes = keys.agent_tasks, round(lease_s * 1000), most_bytes
-        self._open_script = redis.register_script(_CREATE_GROUP + _OPEN)
-        self._lease_script = redis.register_script(LEASE + _CREATE_GROUP + _LEASE)
-        self._read_script = redis.register_script(LEASE + _PLAYS + _READ)
-        self._renew_script = redis.register_script(LEASE + _PLAYS + _RENEW)
-        self._finish_script = redis.register_script(LEASE + _PLAYS + _FINISH)
-        self._append_script = redis.register_script(LEASE + _PLAYS + COUNTING + _APPEND)
-        self._reserve_script = redis.register_script(LEASE + _PLAYS + _RESERVE)
-        self._agree_script = redis.register_script(LEASE + _PLAYS + _AGREE)
-        self._settle_script = redis.register_script(LEASE + _PLAYS + _SETTLE)
-        self._reopen_script = redis.register_script(LEASE + COUNTING + _REOPEN)
 
     async def open(self, task: GroupTask, number: int, free_tokens: int) -> None:
         """Offer a rollout to workers, unless it is open or played already.
@@ -270,13 +260,15 @@ class SessionStore:
             "group": "" if task.evaluation else str(task.group),
             "budget": free_tokens,
         }
-        await self._open_script([self._stream, self._hash(name)], [GATEWAY, name, _KEPT_S, *_flat(fields)])
+        await self._script(_CREATE_GROUP, _OPEN)(
+            [self._stream, self._hash(name)], [GATEWAY, name, _KEPT_S, *_flat(fields)]
+        )
 
     async def lease(self, worker: str) -> Session | None:
         """The rollout that is open longest, for a worker to play; None while there is none."""
         secret, fields = secrets.token_urlsafe(24), {"worker": worker, "began": time.time()}
         keys = [self._stream, self._hash(""), self._keys.open]
-        name = await self._lease_script(keys, [GATEWAY, secret, *_flat(fields)])
+        name = await self._script(_CREATE_GROUP, _LEASE)(keys, [GATEWAY, secret, *_flat(fields)])
         return None if name is None else await self.session(f"{name.decode()}.{secret}")
 
     async def session(self, key: str) -> Session:
@@ -285,7 +277,7 @@ class SessionStore:
         Raises:
             SessionLostError: It has none, or not any more.
         """
-        values = await self._run(self._read_script, key)
+        values = await self._run(_READ, key)
         return _session(key, dict(zip(values[::2], values[1::2], strict=True)))
 
     async def renew(self, key: str) -> None:
@@ -294,7 +286,7 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        await self._run(self._renew_script, key, 0)
+        await self._run(_RENEW, key, 0)
 
     async def release(self, key: str) -> None:
         """End the lease now, as its time would: another worker may play the rollout from its beginning.
@@ -302,7 +294,7 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        await self._run(self._renew_script, key, self._lease_ms)
+        await self._run(_RENEW, key, self._lease_ms)
 
     async def finish(self, key: str, result: AgentResult) -> None:
         """Write the result, which ends the rollout. The same result may be written again.
@@ -314,7 +306,7 @@ class SessionStore:
         finished, sent = self._finished(name), f"{secret} {result.reward!r}"
         args = result.SerializeToString(), _REPEATED_S, sent
         try:
-            await self._run(self._finish_script, key, *args, more_keys=(finished,))
+            await self._run(_FINISH, key, *args, more_keys=(finished,))
         except SessionLostError:
             if await self._redis.get(finished) != sent.encode():
                 raise
@@ -333,7 +325,7 @@ class SessionStore:
         args = _KEPT_S, entry.SerializeToString(), name, num_tokens, int(":" in name)
         place = _written(entry.turn), number, self._most_bytes
         more_keys = [*self._ledger, self._keys.open]
-        if await self._run(self._append_script, key, *args, *place, more_keys=more_keys) == _TOO_LARGE:
+        if await self._run(_APPEND, key, *args, *place, more_keys=more_keys) == _TOO_LARGE:
             raise RolloutTooLargeError(
                 f"the requests of this rollout have {self._most_bytes} bytes together, the most that are kept. "
                 "Finish the task"
@@ -350,7 +342,7 @@ class SessionStore:
         """
         gateways = self._keys.instance(GATEWAY, "")
         args = [context_tokens, answer_tokens, self._reserved(turn), gateways]
-        granted = await self._run(self._reserve_script, key, *args)
+        granted = await self._run(_RESERVE, key, *args)
         return None if granted == _ALL_RESERVED else int(granted)
 
     async def settle(self, key: str, turn: str, used_tokens: int) -> None:
@@ -362,7 +354,7 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        await self._run(self._settle_script, key, self._reserved(turn), used_tokens, _written(turn))
+        await self._run(_SETTLE, key, self._reserved(turn), used_tokens, _written(turn))
 
     async def agree(self, key: str, temperature: float) -> bool:
         """Note the temperature of a request; returns whether all requests of the rollout have had it.
@@ -370,7 +362,7 @@ class SessionStore:
         Raises:
             SessionLostError: As `session`.
         """
-        return bool(await self._run(self._agree_script, key, repr(temperature)))
+        return bool(await self._run(_AGREE, key, repr(temperature)))
 
     async def turns(self, name: str) -> list[TurnEntry]:
         """All that is written of a rollout's turns."""
@@ -388,18 +380,21 @@ class SessionStore:
     async def reopen(self, name: str) -> int:
         """Open a rollout again if its worker's lease has ended; returns the number of the new attempt, else 0."""
         keys = [self._stream, self._hash(name), self._turns(name), *self._ledger]
-        return int(await self._reopen_script(keys, [GATEWAY, name, self._lease_ms]))
+        return int(await self._script(_REOPEN)(keys, [GATEWAY, name, self._lease_ms]))
 
     async def forget(self, names: Sequence[str]) -> None:
         """Remove rollouts, which ends the leases of their workers."""
         if names:
             await self._redis.delete(*map(self._hash, names), *map(self._turns, names))
 
-    async def _run(self, script: AsyncScript, key: str, *args: Any, more_keys: Sequence[str] = ()) -> Any:
+    def _script(self, *parts: str) -> AsyncScript:
+        return self._redis.register_script("".join([LEASE, COUNTING, *parts]))
+
+    async def _run(self, text: str, key: str, *args: Any, more_keys: Sequence[str] = ()) -> Any:
         """The reply of a script that begins with `_PLAYS`."""
         name, secret = _parts(key)
         keys = [self._stream, self._hash(name), self._turns(name), *more_keys]
-        reply = await script(keys, [GATEWAY, secret, *args])
+        reply = await self._script(_PLAYS, text)(keys, [GATEWAY, secret, *args])
         if reply == _NOT_PLAYED:
             raise SessionLostError
         return reply
