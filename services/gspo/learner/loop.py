@@ -126,9 +126,8 @@ class Learner:
         try:
             await self._start()
             while not (reason := self._reason_to_end()):
+                await self._end_shift()
                 await self._train_next()
-                if not self._reason_to_end():
-                    await self._end_shift()
             await self._finish(reason)
         except ShiftStoppedError as stopped:
             # A resume trains the step that is logged, from the newest checkpoint on.
@@ -159,7 +158,6 @@ class Learner:
         unmeasured = await asyncio.to_thread(self._gate.begin, newest)
         await self._save_candidate()
         self._publish(unmeasured or newest)
-        await self._shifts.end()
         self._service.problems.clear()
         metrics.STEP_TIMESTAMP.set_to_current_time()
         log.info("learner_ready", version=newest.version, digest=newest.digest[:12], epoch=self._run_dir.epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import floor
@@ -121,8 +122,4 @@ def _within_positions(num_tokens: float, profile: ModelProfile) -> int:
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
     """The largest number up to `most` that fits, if every smaller one fits too; 0 if none does."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
