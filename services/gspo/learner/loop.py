@@ -131,7 +131,7 @@ class Learner:
             await self._finish(reason)
         except ShiftStoppedError as stopped:
             # A resume trains the step that is logged, from the newest checkpoint on.
-            log.warning("stopped_without_cards", reason=str(stopped))
+            log.warning("stopped_without_gpus", reason=str(stopped))
             self._end.finish_training(self._reason_to_end())
             await self._announce_end()
         except (RunFailedError, NotFiniteError) as error:

@@ -183,7 +183,7 @@ def test_a_learner_that_starts_again_puts_the_generators_to_sleep_before_it_load
     run, seen = struck
     assert seen["after the learner"] == "learning", "its shift ended with it"
     events = log_events(run.run_dir / "services" / "learner-0.log")
-    starts = [event for event in events if event["event"] == "cards_taken" and event["purpose"] == "loading the model"]
+    starts = [event for event in events if event["event"] == "gpus_taken" and event["purpose"] == "loading the model"]
     # At the start of the run the generators wait for the learner.
     assert [start["num_asleep"] for start in starts] == [0, 1, 1]
 

@@ -35,8 +35,8 @@ DONE = b"done"
 _PENDING_AT_ONCE = 1000
 log = structlog.get_logger()
 
-# KEYS: stream, tokens, rollout_tokens, output streams. ARGV: consumer group, consumer, then of each entry: its id,
-# deliveries, the six of EndedTokens, number of outputs, and of each the place of its stream in KEYS and its payload.
+# KEYS: stream, tokens, rollout_tokens, output streams. ARGV: consumer group, consumer, then for each entry its id,
+# deliveries, the six of EndedTokens, number of outputs, and their streams (places in KEYS) with payloads.
 # Returns the entries that were ours. One script, so that a burst costs one round trip.
 _FINISH = """
 local finished, i = {}, 3

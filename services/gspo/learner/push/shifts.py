@@ -104,7 +104,7 @@ class LearnerShifts:
             with self._service.activity.doing("moving states", "to the GPUs"):
                 await self._call(self.trainer.move_to_device)
         seconds = time.monotonic() - began
-        log.info("cards_taken", purpose=purpose, num_asleep=len(self.asleep), seconds=round(seconds, 3))
+        log.info("gpus_taken", purpose=purpose, num_asleep=len(self.asleep), seconds=round(seconds, 3))
         return seconds
 
     async def end(self) -> float:
@@ -116,7 +116,7 @@ class LearnerShifts:
             await self._call(self.trainer.move_to_host)
         await self._give_to_generators()
         seconds = time.monotonic() - began
-        log.info("cards_handed_over", seconds=round(seconds, 3))
+        log.info("gpus_handed_over", seconds=round(seconds, 3))
         return seconds
 
     async def keep(self) -> None:
