@@ -135,6 +135,19 @@ async def test_writes_that_are_repeated_after_a_lost_reply_are_made_once(
     assert groups_of(await take_all(worker, 1)) == [(requeued.message.group, 1)]
 
 
+async def test_a_worker_gets_one_rollout_for_a_lease_whose_reply_is_lost(
+    redis: Redis, keys: Keys, lossy: LossyRedis, client: Redis
+) -> None:
+    await redis.hset(keys.open, "7", "{}")
+    store = SessionStore(client, keys, LONG_S, "one")
+    for number in (0, 1):
+        await store.open(GroupTask(group=7, num_rollouts=2), number, 100)
+    lossy.lose_reply_to(b"EVALSHA")
+    sessions = [await store.lease("worker") for _ in range(3)]
+    assert lossy.num_lost == 1
+    assert [session and session.number for session in sessions] == [0, 1, None]
+
+
 async def test_an_answer_has_each_token_once_and_its_budget_is_spent_once(
     redis: Redis, keys: Keys, lossy: LossyRedis, client: Redis
 ) -> None:

@@ -43,8 +43,10 @@ return 1
 
 # KEYS: stream, prefix of the hashes, hash of the open groups. ARGV: consumer group, secret, then fields and values of
 # the lease. Rollouts of groups that have ended are passed over. A look at an empty stream makes no consumer of the
-# secret's name.
+# secret's name, and a call that is repeated gives the same rollout.
 _LEASE = """
+local mine = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2])[1]
+if mine then return redis.call('XRANGE', KEYS[1], mine[1], mine[1])[1][2][2] end
 while true do
   local reply = redis.call('XREADGROUP', 'GROUP', ARGV[1], 'lease', 'COUNT', 1, 'STREAMS', KEYS[1], '>')
   if not reply then return false end
