@@ -137,16 +137,18 @@ def ways_to_save(num_gpus: int) -> list[dict[str, Any]]:
 def plan_choice(config: Config, profile: ModelProfile, machine: PlannedMachine) -> Choice | None:
     """The choice of a plan, with the largest micro-batch that fits: None if no number of ranks divides the rollouts.
 
-    Beside the split it chooses shifts on the same GPUs (`placement: shared`) under a max_lag of 0, and ranks that share
-    lines where nothing else fits.
+    Beside the split it chooses shifts on the same GPUs (`placement: shared`) under a max_lag of 0. Ranks share lines
+    before they offload, since GPUs of a host exchange faster than they copy to its memory.
     """
     keys = {"dtype": "bfloat16", "gradient_checkpointing": True, "micro_batch_tokens": None}
     on_gpus = config.with_keys(learner=keys, generation={"dtype": "bfloat16"})
     savings = [
         {**way, "sequence_ranks": shared, "torch_compile": profile.compiles_under(way["zero_stage"])}
+        for offloads in (False, True)
         for shared in _PARALLEL
         if shared <= machine.gpus_per_host and profile.can_share(shared)
         for way in ways_to_save(machine.num_gpus)
+        if (way["offload"] != "none") is offloads
     ]
     size = trained_size_of(config, profile)
     placements = [on_gpus]
@@ -176,7 +178,7 @@ def choices(
     replicas: int | None = None,
     ranks: int | None = None,
 ) -> Iterator[Choice]:
-    """Every choice, in the order of the rules: more ranks, then larger generators, then offload, then shared lines.
+    """Every choice, in the order of the rules: more ranks, then larger generators, then the next savings.
 
     Args:
         savings: Keys of `learner`, the fastest first.

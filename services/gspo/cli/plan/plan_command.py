@@ -24,7 +24,12 @@ HostMemoryGib = Annotated[
         min=1, help="Memory of a host in GiB. By default what this machine has free, or twice that of the host's GPUs."
     ),
 ]
-Context = Annotated[str, typer.Option(help="Longest rollout in tokens, prompt and answer, such as 32k.")]
+Context = Annotated[
+    str | None,
+    typer.Option(
+        help="Longest rollout in tokens, prompt and answer, such as 32k. By default 8k, or what the model reads."
+    ),
+]
 Groups = Annotated[int, typer.Option(min=1, help="Prompts in a step.")]
 GroupSize = Annotated[int, typer.Option(min=1, help="Rollouts of a prompt.")]
 MaxLag = Annotated[int, typer.Option(min=0, max=64, help="staleness.max_lag.")]
@@ -48,7 +53,7 @@ def plan(
     card: CardName = None,
     gpus_per_host: GpusPerHost = 8,
     host_memory: HostMemoryGib = None,
-    context: Context = "8k",
+    context: Context = None,
     groups: Groups = 64,
     group_size: GroupSize = 8,
     max_lag: MaxLag = 1,
@@ -83,7 +88,7 @@ def plan(
         gpu_gb=gpu_memory,
         gpus_per_host=gpus_per_host,
         host_gib=host_memory,
-        context=parse_tokens(context),
+        context=parse_tokens(context) if context else 0,
         groups=groups,
         group_size=group_size,
         max_lag=max_lag,

@@ -11,8 +11,9 @@ from typing import Any
 from gspo.cli.plan.choice import Choice, PlannedMachine, plan_choice
 from gspo.cli.plan.planned_times import PlannedTimes, times_of
 from gspo.cli.plan.rates import Rate
-from gspo.cli.plan.rollout_lengths import RolloutLengths
+from gspo.cli.plan.rollout_lengths import MEAN_SHARE, RolloutLengths
 from gspo.common.config.loading import parse_config
+from gspo.common.config.presets import fitting_clip
 from gspo.common.config.schema import Config
 from gspo.common.host.gpu_kinds import GpuKind
 from gspo.common.host.machine import GIB
@@ -21,7 +22,7 @@ from gspo.common.planning.model_profile import ModelProfile
 
 # Tokens of the longest prompt, unless the context is short.
 _PROMPT_LENGTH, _PROMPT_SHARE = 2048, 4
-_K = 1024
+LONGEST_CONTEXT = 8192
 PROMPTS, REWARD = "prompts.jsonl", "reward.py"
 
 
@@ -32,7 +33,7 @@ class PlanRequest:
     Attributes:
         gpus_per_host: At most; more GPUs are on several hosts.
         host_gib: GiB of each host's own memory; None is assumed (host_memory.py).
-        context: Tokens of the longest rollout, prompt and answer.
+        context: Tokens of the longest rollout, prompt and answer; 0: LONGEST_CONTEXT, or what the models read if less.
         teacher: Folder of a frozen model that the learner loads beside the policy; its config.json is enough.
         mean_answer, mean_prompt: Tokens; None is assumed (rollout_lengths.py).
         results: File of `make gpu-test`, with measured rates.
@@ -44,7 +45,7 @@ class PlanRequest:
     gpu_gb: float | None = None
     gpus_per_host: int = 8
     host_gib: float | None = None
-    context: int = 8 * _K
+    context: int = 0
     groups: int = 64
     group_size: int = 8
     max_lag: int = 1
@@ -98,6 +99,8 @@ def base_config(request: PlanRequest) -> Config:
     """The configuration of a request before the search."""
     teacher = None if request.teacher is None else str(request.teacher.resolve())
     prompt_length = min(_PROMPT_LENGTH, request.context // _PROMPT_SHARE)
+    response_length = request.context - prompt_length
+    clip_low, clip_high = fitting_clip(round(request.mean_answer or MEAN_SHARE * response_length))
     return parse_config(
         {
             "name": re.sub(r"[^A-Za-z0-9._-]", "-", request.model.resolve().name).strip("._-")[:64] or "run",
@@ -108,7 +111,9 @@ def base_config(request: PlanRequest) -> Config:
                 "rollout_batch_size": request.groups,
                 "num_return_sequences_in_group": request.group_size,
                 "prompt_length": prompt_length,
-                "response_length": request.context - prompt_length,
+                "response_length": response_length,
+                "pg_clip_low": clip_low,
+                "pg_clip_high": clip_high,
             },
             "staleness": {"max_lag": request.max_lag, "on_stale": request.on_stale},
             "learner": {"lora": {"rank": request.lora_rank}},

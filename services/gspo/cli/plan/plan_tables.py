@@ -22,11 +22,12 @@ from gspo.common.planning.memory import kv_bytes, reserved_bytes
 
 _WHOLE = 10
 _ADVICE = {
-    "training": "More GPUs for the learner (learner.ranks), or a shorter context, shorten a step.",
-    "generation": "More generators (generation.replicas) shorten a step.",
+    "training": "A shorter context, or more GPUs for the learner, shorten a step.",
+    "generation": "Shorter answers, or more GPUs for generators, shorten a step.",
     "open groups": "More open groups (staleness.max_lag) shorten a step.",
     "longest answers": "Steps wait for their longest answers: a higher staleness.max_lag, or on_stale: mask, does not.",
 }
+_ALL_USED = "All GPUs ({}) of this plan are in use: --gpus plans for more."
 _NOTE = (
     "Advice: everything below follows from the rates at the end, most of them assumed or of another GPU. It chose no "
     "key. Exchange between GPUs is not counted, so a step on several may take longer."
@@ -55,8 +56,19 @@ def print_plan(planned: Planned, console: Console) -> None:
     console.print(_table("Seconds of a step", ("part", "s", "follows from"), time_rows(planned)))
     console.print(_table("In the steady state", ("", "fast", "slow"), state_rows(planned)))
     console.print(_table("Rates", ("rate", "range", "source"), rate_rows(planned)))
-    for advice in sorted({_ADVICE[state.bound] for state in (planned.times.fast, planned.times.slow)}):
+    for advice in advices(planned):
         console.print(advice, highlight=False)
+
+
+def advices(planned: Planned) -> list[str]:
+    """Sentences that name a way to a shorter step, and the GPUs that a plan leaves idle."""
+    choice, bounds = planned.choice, {planned.times.fast.bound, planned.times.slow.bound}
+    lines = sorted(_ADVICE[bound] for bound in bounds)
+    if not bounds & {"training", "generation"}:
+        return lines
+    used = choice.ranks + (0 if choice.on_same_gpus else choice.replicas * choice.parallel)
+    idle = planned.request.num_gpus - used
+    return [*lines, f"{counted(idle, 'GPU')} of this plan would be idle." if idle else _ALL_USED.format(used)]
 
 
 def memory_rows(planned: Planned) -> list[tuple[str, str, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from gspo.cli.plan.plan_request import (
+    LONGEST_CONTEXT,
     PROMPTS,
     REWARD,
     Planned,
@@ -38,25 +39,36 @@ def make_plan(request: PlanRequest) -> Planned:
     """
     gpu = find_kind(request.gpu, request.gpu_gb)
     rates = rates_of(gpu, request.results)
-    profile = _profile_for(request, request.model, "the model")
+    profile = profile_model(request.model, trust_remote_code=request.trust_remote_code)
     if request.teacher is not None:
-        profile = replace(profile, teacher=_profile_for(request, request.teacher, "the teacher"))
+        profile = replace(profile, teacher=profile_model(request.teacher, trust_remote_code=request.trust_remote_code))
+    request = replace(request, context=context_of(request, profile))
     choice = choice_of(request, profile, gpu)
     if choice is None or choice.shortages:
         raise does_not_fit(request, profile, gpu, choice)
     return planned_choice(request, profile, gpu, rates, choice)
 
 
-def _profile_for(request: PlanRequest, folder: Path, name: str) -> ModelProfile:
-    """The profile of a model that reads the request's context."""
-    profile = profile_model(folder, trust_remote_code=request.trust_remote_code)
-    if 0 < profile.max_positions < request.context:
-        raise InputError(
-            "--context",
-            f"{request.context} tokens, and {name} reads at most {profile.max_positions} (max_position_embeddings)",
-            f"Set it to at most {profile.max_positions}",
-        )
-    return profile
+def context_of(request: PlanRequest, profile: ModelProfile) -> int:
+    """Tokens of the longest rollout: those of the request, which each model must read, or the default.
+
+    Raises:
+        InputError: One of the models reads less than the request.
+    """
+    models = {"the model": profile.max_positions}
+    if profile.teacher is not None:
+        models["the teacher"] = profile.teacher.max_positions
+    readable = {name: positions for name, positions in models.items() if positions}
+    if not request.context:
+        return min((LONGEST_CONTEXT, *readable.values()))
+    for name, positions in readable.items():
+        if positions < request.context:
+            raise InputError(
+                "--context",
+                f"{request.context} tokens, and {name} reads at most {positions} (max_position_embeddings)",
+                f"Set it to at most {positions}",
+            )
+    return request.context
 
 
 def gpus_here() -> tuple[str | None, int]:
@@ -101,11 +113,13 @@ def write_plan(planned: Planned, path: Path) -> None:
 
 
 def plan_keys(config: Config) -> dict[str, Any]:
-    """The keys of a plan's configuration that differ from the defaults, or that the plan chose."""
+    """The keys of a plan's configuration: other than the defaults, chosen by the plan, or for the user to judge."""
     learner, generation, algorithm = config.learner, config.generation, config.algorithm
     lora = {"lora": {"rank": learner.lora.rank}} if learner.lora.rank else {}
     sizes = ("rollout_batch_size", "num_return_sequences_in_group", "prompt_length", "response_length")
+    updates = ("num_mini_batches", "pg_clip_low", "pg_clip_high")
     chosen = (
+        "learning_rate",
         "dtype",
         "gradient_checkpointing",
         "torch_compile",
@@ -120,7 +134,7 @@ def plan_keys(config: Config) -> dict[str, Any]:
         "placement": config.placement,
         "data": {"prompts": PROMPTS},
         "reward": {"functions": [{"path": REWARD}]},
-        "algorithm": {name: getattr(algorithm, name) for name in sizes},
+        "algorithm": {name: getattr(algorithm, name) for name in (*sizes, *updates)},
         "staleness": {"max_lag": config.staleness.max_lag, "on_stale": config.staleness.on_stale},
         "generation": {"dtype": generation.dtype, "replicas": generation.replicas, "engine": dict(generation.engine)},
         "learner": {name: getattr(learner, name) for name in (*chosen, "sequence_ranks")} | lora,

@@ -82,6 +82,14 @@ def test_ranks_take_more_gpus_before_they_offload() -> None:
     assert choice.config.learner.zero_stage == 3
 
 
+def test_ranks_share_lines_before_they_offload() -> None:
+    """8 B with 32k tokens on eight GPUs: one rank a line fits with the optimizer's states on the host alone."""
+    learner = fitting(machine_of(8), config_of(32_768)).config.learner
+    assert (learner.sequence_ranks, learner.offload) == (2, "none")
+    alone = plan_choice(config_of(32_768), replace(QWEN3_8B, shares_lines=False), machine_of(8))
+    assert alone is not None and (alone.config.learner.offload, alone.shortages) == ("optimizer", ())
+
+
 def test_generators_are_larger_where_the_host_lacks_memory_for_so_many_policies() -> None:
     roomy = fitting(machine_of(8))
     choice = fitting(machine_of(8, host_gib=150))

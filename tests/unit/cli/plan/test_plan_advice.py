@@ -1,0 +1,80 @@
+"""A plan advises no GPU that is not there, takes the context that models read, and writes the keys that users judge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plans.published_models import published_models
+from gspo.cli.plan.plan_request import LONGEST_CONTEXT, Planned, PlanRequest, choice_of, planned_choice
+from gspo.cli.plan.plan_tables import advices
+from gspo.cli.plan.planner import context_of, plan_keys
+from gspo.cli.plan.rates import find_kind, rates_of
+from gspo.common.config.presets import fitting_clip
+from gspo.common.errors import InputError
+
+QWEN3_8B = published_models()["Qwen3-8B"]
+REQUEST = PlanRequest(Path("Qwen3-8B"), 8, context=LONGEST_CONTEXT, host_gib=2048)
+
+
+def plan_of(request: PlanRequest, bound: str) -> Planned:
+    """A plan whose steps are bound by this part."""
+    gpu = find_kind(None, 80)
+    choice = choice_of(request, QWEN3_8B, gpu)
+    assert choice is not None and not choice.shortages
+    planned = planned_choice(request, QWEN3_8B, gpu, rates_of(gpu), choice)
+    times = replace(
+        planned.times, **{end: replace(getattr(planned.times, end), bound=bound) for end in ("fast", "slow")}
+    )
+    return replace(planned, times=times)
+
+
+@pytest.mark.parametrize("bound", ["generation", "training"])
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_no_advice_needs_gpus_that_are_not_there(bound: str, num_gpus: int) -> None:
+    first, second = advices(plan_of(replace(REQUEST, num_gpus=num_gpus), bound))
+    assert "shorten" in first and "generation.replicas" not in first
+    assert second == f"All GPUs ({num_gpus}) of this plan are in use: --gpus plans for more."
+
+
+def test_idle_gpus_are_counted() -> None:
+    """Seven GPUs: four train, and three generate; with two for each generator one is idle."""
+    planned = plan_of(replace(REQUEST, num_gpus=7), "generation")
+    assert advices(planned)[1].startswith("All GPUs (7)")
+    config = planned.choice.config.with_keys(generation={"engine": {"tensor_parallel_size": 2}, "replicas": 1})
+    idle = replace(planned, choice=replace(planned.choice, config=config))
+    assert advices(idle)[1] == "1 GPU of this plan would be idle."
+
+
+def test_a_bound_that_gpus_do_not_move_has_no_word_on_gpus() -> None:
+    (line,) = advices(plan_of(REQUEST, "longest answers"))
+    assert "GPU" not in line
+
+
+@pytest.mark.parametrize(
+    ("positions", "teacher", "expected"),
+    [(0, None, 8192), (40_960, None, 8192), (256, None, 256), (40_960, 512, 512), (256, 0, 256)],
+)
+def test_the_context_is_by_default_what_the_models_read(positions: int, teacher: int | None, expected: int) -> None:
+    taught = None if teacher is None else replace(QWEN3_8B, max_positions=teacher)
+    profile = replace(QWEN3_8B, max_positions=positions, teacher=taught)
+    assert context_of(replace(REQUEST, context=0), profile) == expected
+
+
+def test_a_context_beyond_a_teacher_is_refused_with_its_name() -> None:
+    profile = replace(QWEN3_8B, teacher=replace(QWEN3_8B, max_positions=4096))
+    with pytest.raises(InputError, match="8192 tokens, and the teacher reads at most 4096"):
+        context_of(REQUEST, profile)
+
+
+def test_the_keys_of_a_plan_name_updates_clip_and_learning_rate() -> None:
+    request = replace(REQUEST, mean_answer=256)
+    keys = plan_keys(plan_of(request, "generation").choice.config)
+    low, high = fitting_clip(256)
+    assert keys["algorithm"]["num_mini_batches"] == 4
+    assert (keys["algorithm"]["pg_clip_low"], keys["algorithm"]["pg_clip_high"]) == (low, high)
+    assert keys["learner"]["learning_rate"] == 1e-6
+    assert low > 3e-4 and math.isclose(low, 3e-4 * math.sqrt(4096 / 256), rel_tol=0.05)
