@@ -123,7 +123,7 @@ def test_the_first_commands_of_a_reader_run(tmp_path: Path) -> None:
     example = gspo("init", "my-run", "--model", str(model))
     assert example.returncode == 0, example.stderr
     files = {path.name for path in (tmp_path / "my-run").iterdir()}
-    assert files == {"config.yaml", "reward.py", "prompts.jsonl", "eval.jsonl"}
+    assert files == {"config.yaml", "reward.py", "prompts.jsonl", "eval.jsonl", "model"}
     assert "learner.token_records" in gspo("config", "learner.token_records").stdout
     plan = gspo("plan", str(model), "--gpus", "8", "--gpu-memory", "80", "--context", "512")
     assert plan.returncode == 0, plan.stderr

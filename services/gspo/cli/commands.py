@@ -234,11 +234,17 @@ def view(
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="Folder for the example.")],
-    model: Annotated[str, typer.Option(help="Model folder, or its name on a hub.")] = "Qwen/Qwen3-0.6B",
+    model: Annotated[
+        str, typer.Option(help="Model folder, its name on a hub, or tiny: a small model that is made here.")
+    ] = "Qwen/Qwen3-0.6B",
 ) -> None:
     """Write an example that you can run: config.yaml, reward.py, prompts.jsonl, eval.jsonl.
 
+    A model's folder is linked into the example, so that the folder is all that a container needs.
+
     Example: [bold]gspo init my-run --model ~/models/Qwen3-0.6B[/]
+
+    Example: [bold]gspo init my-run --model tiny[/]
     """
     from gspo.cli.scaffold import write_example
 

@@ -1,6 +1,6 @@
 """docs/start.md, executed block by block as a reader does: installation, demo, and a run of one's own.
 
-The reader's model is a small random one, and the own run has two steps.
+The reader's own run has the model of the demo, and two steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 
 from tests.support.documents.documented_commands import blocks
 from tests.support.repository.source_files import ROOT
-from tests.support.tiny_model import make_tiny_model
 
 _BLOCK_S, _VIEW_S = 900, 60
 _ENVIRONMENT = {**os.environ, "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
@@ -37,7 +36,6 @@ def test_the_page_for_the_first_ten_minutes_works(tmp_path: Path) -> None:
     run(setup, ROOT)
     report = re.findall(r"\S+report\.html", run(demo, ROOT))
     assert report
-    make_tiny_model(tmp_path / "path" / "to" / "model")
     run(init, tmp_path)
     config = tmp_path / "my-run" / "config.yaml"
     config.write_text(re.sub(r"total_steps: \d+", "total_steps: 2", config.read_text()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import re
@@ -30,8 +29,7 @@ from gspo.cli.processes.exit_codes import ServiceRefusedError
 from gspo.cli.processes.redis_server import check_redis, check_unused
 from gspo.cli.run.evaluation import EvaluationSpec, eval_config, in_order, naming_options
 from gspo.cli.rundir.start import lock_run_dir
-from gspo.common.config.loading import parse_config, read_config, write_config
-from gspo.common.config.presets import fitting_clip
+from gspo.common.config.loading import parse_config, write_config
 from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
@@ -253,35 +251,13 @@ def test_config_explains_one_section_or_key(gspo: Call) -> None:
     assert "Factor of this function's value" in output and "reward.functions " not in output
 
 
-def test_init_writes_an_example_that_reads_well_and_scores(gspo: Call, tmp_path: Path) -> None:
+def test_init_prints_the_next_commands_and_refuses_a_model_that_is_not_there(gspo: Call, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     folder = tmp_path / "my run"
     code, output, _ = gspo("init", folder, "--model", tmp_path)
     assert (code, f"gspo run {shlex.quote(str(folder / 'config.yaml'))}" in output) == (0, True)
-    assert "there is no model" not in output
-    config = read_config(folder / "config.yaml")
-    assert config.algorithm.clip == fitting_clip(8) == (0.0068, 0.0091)
-    assert (config.name, config.model.path, config.run_dir) == ("my-run", str(tmp_path), folder / "runs" / "my-run")
-    prompts, held_out = (
-        [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for name in ("prompts.jsonl", "eval.jsonl")
-    )
-    assert (len(prompts), len(held_out)) == (1000, 100)
-    assert not {row["prompt"][0]["content"] for row in prompts} & {row["prompt"][0]["content"] for row in held_out}
-    a, b = re.findall(r"\d+", prompts[0]["prompt"][0]["content"])
-    assert prompts[0]["answer"] == str(int(a) + int(b))
-
-    spec = importlib.util.spec_from_file_location("example_reward", config.reward.functions[0].path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    answers = [[{"role": "assistant", "content": text}] for text in ("17 + 25 is 42.", "41", "")]
-    assert module.reward([[], [], []], answers, answer=["42", "42", "42"]) == [1.0, 0.0, 0.0]
-
-
-def test_init_notes_a_model_that_is_not_there(gspo: Call, tmp_path: Path) -> None:
-    code, output, _ = gspo("init", tmp_path / "a", "--model", tmp_path / "none")
-    assert (code, f"there is no model at {tmp_path / 'none'} yet" in output) == (0, True)
-    assert "there is no model" not in gspo("init", tmp_path / "b", "--model", "Qwen/Qwen3-0.6B")[1]
+    code, _, errors = gspo("init", tmp_path / "a", "--model", tmp_path / "none")
+    assert (code, errors.startswith(f"error: --model: there is no model at {tmp_path / 'none'}")) == (2, True)
 
 
 def test_the_version(gspo: Call) -> None:

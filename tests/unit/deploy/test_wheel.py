@@ -75,7 +75,7 @@ def test_commands_work_from_another_folder(installed: Path, tmp_path: Path) -> N
     gspo = installed / "bin/gspo"
     assert "doctor" in call(gspo, "--help", folder=tmp_path)
     assert "algorithm.pg_clip_high" in call(gspo, "config", "--markdown", folder=tmp_path)
-    call(gspo, "init", "my-run", "--model", "path/to/model", folder=tmp_path)
+    call(gspo, "init", "my-run", "--model", "Qwen/Qwen3-0.6B", folder=tmp_path)
     assert {path.name for path in (tmp_path / "my-run").iterdir()} >= {"config.yaml", "reward.py", "prompts.jsonl"}
     doctor = subprocess.run(
         [gspo, "doctor"], cwd=tmp_path, capture_output=True, text=True, timeout=240, env={"PATH": "/usr/bin:/bin"}
