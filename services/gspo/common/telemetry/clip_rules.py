@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.clip_causes import clip_causes, clip_causes_line
-from gspo.common.telemetry.findings import Rule, Said, Steps, ends
+from gspo.common.telemetry.findings import Rule, Said, Steps, ends, is_annealed
 
 # Above this share most of the signal of the reward is lost. A toy run with lag 1 went from 0.16 to 0.48 and gained half
 # as much.
@@ -61,7 +61,7 @@ def _clipped_says(steps: Steps, config: Config) -> Said:
 
 
 def _is_never_clipped(steps: Steps, config: Config) -> bool:
-    return max(step[f"clipped_{_unit(config)}"] for step in steps) <= 0
+    return max(step[f"clipped_{_unit(config)}"] for step in steps) <= 0 and not is_annealed(steps, config)
 
 
 def _silent_says(steps: Steps, config: Config) -> Said:

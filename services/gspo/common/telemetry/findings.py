@@ -21,6 +21,8 @@ NUMBER = "step"
 HELD_OUT, HELD_OUT_ERROR = "held_out_mean", "held_out_stderr"
 # Newest steps that the running services keep. Rules look at 50 at most, and the rest says since when one holds.
 KEPT_STEPS = 200
+# Of the peak: a schedule below it has nearly ended the updates, so a policy that moves little is as expected.
+_ANNEALED = 0.5
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,12 @@ class Finding:
         since = f", since step {self.since}" if self.since else ""
         rollouts = f" Rollouts: {self.rollouts}" if self.rollouts else ""
         return f"{self.rule}{since}: {self.seen}.{causes}{tries}{rollouts}"
+
+
+def is_annealed(steps: Steps, config: Config) -> bool:
+    """Whether the schedule has the learning rate below half of its peak in one of the steps."""
+    peak = config.learner.learning_rate
+    return min(step.get("learning_rate", peak) for step in steps) < _ANNEALED * peak
 
 
 def apply_rules(rules: Sequence[Rule], steps: Steps, config: Config) -> dict[str, Finding]:

@@ -20,6 +20,7 @@ from gspo.common.telemetry.findings import (
     apply_rules,
     ends,
     in_errors,
+    is_annealed,
     moved,
 )
 from gspo.common.telemetry.source_figures import named_sources, source_figure
@@ -129,8 +130,10 @@ def _reward_moved(steps: Steps) -> float:
     return in_errors(last - first, error)
 
 
-def _is_flat(steps: Steps, _config: Config) -> bool:
+def _is_flat(steps: Steps, config: Config) -> bool:
     """Whether groups differ in reward, so there is something to learn, and the mean stands still."""
+    if is_annealed(steps, config):
+        return False
     first, last = _ends(steps, "reward_mean")
     spread = fmean(step["reward_std"] for step in steps)
     has_spread = fmean(step["zero_spread_groups"] for step in steps) < MOST_EQUAL

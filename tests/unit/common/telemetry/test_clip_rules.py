@@ -54,6 +54,13 @@ def test_a_clip_that_never_fired_in_twenty_steps_is_said(config: Config) -> None
     assert advice([*steps(19, clipped_sequences=0.0), {"clipped_sequences": 1e-4}], config) == {}
 
 
+def test_a_clip_is_silent_where_a_schedule_has_ended_the_updates(config: Config) -> None:
+    peak = config.learner.learning_rate
+    figures = steps(20, clipped_sequences=0.0, learning_rate=0.6 * peak)
+    assert list(advice(figures, config)) == ["clip_is_silent"]
+    assert advice([*figures[:-1], {**figures[-1], "learning_rate": 0.4 * peak}], config) == {}
+
+
 def test_steps_before_the_last_ones_do_not_count(config: Config) -> None:
     figures = [*steps(5, clipped_sequences=0.3), *steps(20, clipped_sequences=0.0)]
     assert list(advice(figures, config)) == ["clip_is_silent"]

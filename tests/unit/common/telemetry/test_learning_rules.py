@@ -137,6 +137,11 @@ def test_a_planted_fault_is_named(config: Config, figures: list[Figures], rule: 
     assert findings.keys() <= {rule, "cut_off"}, "no other fault was planted"
 
 
+def test_a_reward_may_stand_still_where_a_schedule_has_ended_the_updates(config: Config) -> None:
+    low = HEALTHY | {"learning_rate": 0.4 * config.learner.learning_rate}
+    assert learning_findings([*[HEALTHY] * (FLAT_STEPS - 1), low], config) == {}
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_that_learns_has_no_finding(config: Config, seed: int) -> None:
     figures = healthy(seed)
