@@ -1250,6 +1250,40 @@ class Stalled(_message.Message):
 Global___Stalled: _TypeAlias = Stalled  # noqa: Y015
 
 @_typing.final
+class ScoresDiffer(_message.Message):
+    """Answers got another score when they were scored again, in the reverse order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    NUM_DIFFERING_FIELD_NUMBER: _builtins.int
+    NUM_ANSWERS_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    AGAIN_FIELD_NUMBER: _builtins.int
+    function: _builtins.str
+    num_differing: _builtins.int
+    num_answers: _builtins.int
+    first: _builtins.float
+    """the scores of one of them"""
+    again: _builtins.float
+    def __init__(
+        self,
+        *,
+        function: _builtins.str = ...,
+        num_differing: _builtins.int = ...,
+        num_answers: _builtins.int = ...,
+        first: _builtins.float = ...,
+        again: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["again", b"again", "first", b"first", "function", b"function", "num_answers", b"num_answers", "num_differing", b"num_differing"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoresDiffer: _TypeAlias = ScoresDiffer  # noqa: Y015
+
+@_typing.final
 class Event(_message.Message):
     """An entry of events."""
 
@@ -1270,6 +1304,7 @@ class Event(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     SCORING_FAILS_FIELD_NUMBER: _builtins.int
     STALLED_FIELD_NUMBER: _builtins.int
+    SCORES_DIFFER_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     epoch: _builtins.int
     """of the learner that the sender knew; a lower one than the newest is ignored"""
@@ -1297,6 +1332,8 @@ class Event(_message.Message):
     def scoring_fails(self) -> Global___ScoringFails: ...
     @_builtins.property
     def stalled(self) -> Global___Stalled: ...
+    @_builtins.property
+    def scores_differ(self) -> Global___ScoresDiffer: ...
     def __init__(
         self,
         *,
@@ -1315,12 +1352,13 @@ class Event(_message.Message):
         finished: Global___Finished | None = ...,
         scoring_fails: Global___ScoringFails | None = ...,
         stalled: Global___Stalled | None = ...,
+        scores_differ: Global___ScoresDiffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "scoring_fails", b"scoring_fails", "stalled", b"stalled", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "scores_differ", b"scores_differ", "scoring_fails", b"scoring_fails", "stalled", b"stalled", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "epoch", b"epoch", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "schema", b"schema", "scoring_fails", b"scoring_fails", "sender", b"sender", "stalled", b"stalled", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "unix_s", b"unix_s", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "epoch", b"epoch", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "schema", b"schema", "scores_differ", b"scores_differ", "scoring_fails", b"scoring_fails", "sender", b"sender", "stalled", b"stalled", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "unix_s", b"unix_s", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["step_done", "groups_settled", "version_live", "evaluation_done", "checkpoint_done", "training_done", "stop_requested", "prompts_exhausted", "finished", "scoring_fails", "stalled"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["step_done", "groups_settled", "version_live", "evaluation_done", "checkpoint_done", "training_done", "stop_requested", "prompts_exhausted", "finished", "scoring_fails", "stalled", "scores_differ"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import structlog
 from google.protobuf.message import Message
@@ -20,7 +20,8 @@ from gspo.common.streams.entries import word_of
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.advice import RULES, findings
 from gspo.common.telemetry.findings import Finding, RecentSteps
-from gspo.common.telemetry.first_answers import FIRST_ANSWERS, first_answers
+from gspo.common.telemetry.first_answers import first_answers
+from gspo.coordinator.data.prompt_checks import FAULTS, scores_finding
 from gspo.coordinator.ending import Ending
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.feed import EventFeed, LearnerProgress
@@ -39,6 +40,7 @@ from gspo_proto.rollout_pb2 import (
     GroupsSettled,
     PromptsExhausted,
     RunEnd,
+    ScoresDiffer,
     ScoringFails,
     Stalled,
     StepDone,
@@ -105,6 +107,8 @@ class Coordinator:
         """Position of events first, then the learner's progress, then the `open` hash: overlaps count once."""
         for body in reversed(await self.feed.start()):
             self._note(body)
+            if isinstance(body, ScoresDiffer):
+                self._add_checks([scores_finding(body)])
         await self._redis_epoch.open()
         self._service.activity.set("waiting", "learner", "to report its progress")
         reply = await self._first_progress()
@@ -183,12 +187,13 @@ class Coordinator:
         for rule in RULES:
             metrics.FINDING.labels(rule.name).set(rule.name in seen)
 
-    def _check_first_answers(self, figures: Mapping[str, float]) -> None:
-        """Keep the findings of step 1, which was sampled before any update, with those of the start."""
-        seen = first_answers(figures, self._service.config)
-        self._checks[:] = [*(check for check in self._checks if check.rule != FIRST_ANSWERS), *seen]
+    def _add_checks(self, seen: Sequence[Finding]) -> None:
+        """Keep findings with those of the start, unless they are there."""
+        new = [check for check in seen if check not in self._checks]
+        self._checks += new
         write_checks(RunLog(self._service.options.run_dir).folder, self._checks)
-        for check in seen:
+        for check in new:
+            metrics.FINDING.labels(check.rule).set(check.rule in FAULTS)
             log.warning("finding", rule=check.rule, text=check.text)
 
     async def _apply(self, body: Message) -> None:
@@ -197,7 +202,8 @@ class Coordinator:
             case StepDone() as step:
                 self._judge()
                 if step.step == 1:
-                    await asyncio.to_thread(self._check_first_answers, step.figures)
+                    seen = first_answers(step.figures, self._service.config)
+                    await asyncio.to_thread(self._add_checks, seen)
                 self._ledger.on_step(step)
                 self.scheduler.on_step(step.step, step.version)
             case GroupsSettled(groups=groups):
@@ -210,6 +216,8 @@ class Coordinator:
                 self.ending.on_stop(reason)
             case ScoringFails(reason=reason):
                 await self.pause.begin(reason)
+            case ScoresDiffer() as differ:
+                await asyncio.to_thread(self._add_checks, [scores_finding(differ)])
             case Finished() as finished:
                 self.ending.on_finished(finished)
 

@@ -24,6 +24,7 @@ from gspo_proto.rollout_pb2 import (
     Score,
     Scored,
     ScoredRollout,
+    ScoresDiffer,
     ScoringFails,
 )
 from tests.integration.coordinator.conftest import (
@@ -121,6 +122,8 @@ async def test_measured_before_between_and_after(
     assert not between.HasField("score")
     assert {task.min_version for task in tasks if task.evaluation == "v2"} == {2}
 
+    differ = ScoresDiffer(function="judge", num_differing=3, num_answers=16, first=0.25, again=0.75)
+    await Events(redis, keys, "reward-0").send(Event(scores_differ=differ))
     await learner.training_done("2 steps are done")
     await until(answers(generator, tasks, redis, keys, 3), "the last evaluation")
     last = (await heard(redis, keys, "evaluation_done"))[2]
@@ -129,8 +132,9 @@ async def test_measured_before_between_and_after(
     (finished,) = await heard(redis, keys, "finished")
     assert (finished.reason, finished.end) == ("2 steps are done", RUN_END_COMPLETED)
     assert await coordinator.exit_code() == 0
-    (check,) = (run_dir / "log" / "checks.jsonl").read_text().splitlines()
+    check, of_scores = (run_dir / "log" / "checks.jsonl").read_text().splitlines()
     assert '"first_answers"' in check and "every answer gets 0" in check
+    assert '"scores_differ"' in of_scores and "3 of 16 answers got another value of judge" in of_scores
     assert await redis.hlen(keys.partial) == 0
     assert await redis.xlen(keys.eval_prompts) == 0
     assert await redis.xlen(keys.eval_scored) == 0

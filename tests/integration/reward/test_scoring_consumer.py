@@ -15,8 +15,11 @@ from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import Inbox, append
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry import metrics
+from gspo.coordinator.data.prompt_checks import scores_finding
 from gspo.reward.scoring.consumer import ScoringConsumer
+from gspo.reward.scoring.repeated_scores import NUM_REPEATED
 from gspo.reward.scoring.scorer import open_scorer
+from gspo_proto.rollout_pb2 import RewardUse
 from tests.support.reward_rollouts import make_rollout
 from tests.support.service_process import make_run
 
@@ -63,3 +66,41 @@ async def test_the_figures_of_finished_rollouts_survive_a_cancellation_by_the_le
         await asyncio.wait_for(consuming, 20)
     await service.close()
     assert (num_failed() - num_before, events[0][1].HasField("scoring_fails")) == (1.0, True)
+
+
+COUNTS = """
+calls = []
+
+def steady(completions):
+    return [float(len(c)) for c in completions]
+
+def counting(completions):
+    calls.extend(completions)
+    return [float(len(calls)) for c in completions]
+"""
+
+
+async def test_a_function_that_counts_its_calls_is_named_and_another_is_not(
+    redis: Redis, redis_url: str, keys: Keys, tmp_path: Path
+) -> None:
+    (tmp_path / "r.py").write_text(COUNTS)
+    file, names = str(tmp_path / "r.py"), ("steady", "counting")
+    functions = [{"path": file, "entry": name, "name": name} for name in names]
+    reward = {"functions": functions, "batch_size": 8, "workers": 1}
+    config = make_run(tmp_path, tmp_path / "model", reward=reward)
+    service = Service(Options("reward", config.run_dir, redis_url, "reward-0", "127.0.0.1", 0, 0, False, config))
+    async with open_scorer(config.reward, name="reward-0") as scorer:
+        consuming = asyncio.create_task(ScoringConsumer(service, scorer).run())
+        rollouts = [make_rollout("7" * (1 + number), group=number) for number in range(NUM_REPEATED)]
+        for rollout in rollouts:
+            rollout.rewards.extend(RewardUse(name=name, weight=1.0) for name in names)
+        await append(redis, keys.rollouts, [rollout.SerializeToString() for rollout in rollouts])
+        async with asyncio.timeout(30):
+            while not (events := await Events(redis, keys, "test").read(b"0", 0.1)):
+                assert not consuming.done()
+        service.stopping.set()
+        await asyncio.wait_for(consuming, 20)
+    await service.close()
+    (differ,) = [event.scores_differ for _, event in events]
+    assert (differ.function, differ.num_differing, differ.num_answers) == ("counting", NUM_REPEATED, NUM_REPEATED)
+    assert "counting when they were scored again" in scores_finding(differ).text

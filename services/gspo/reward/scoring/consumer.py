@@ -1,6 +1,7 @@
 """Scoring from the streams: rollouts come in batches, their scores go out in the transaction that acknowledges them.
 
-consumes: rollouts, eval_rollouts. produces: scored, eval_scored, and Finished if a teacher does not answer.
+consumes: rollouts, eval_rollouts.
+produces: scored, eval_scored, ScoresDiffer, and Finished if a teacher does not answer.
 waits for: rollouts. unblocked by: generation.
 The scorer calls the reward functions, taught_tokens.py a teacher at an address; this module knows neither.
 """
@@ -24,6 +25,7 @@ from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import Delivery, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_key
 from gspo.common.telemetry import metrics
+from gspo.reward.scoring.repeated_scores import NUM_REPEATED, repeat_scores
 from gspo.reward.scoring.scorer import Scorer
 from gspo.reward.scoring.taught_tokens import TaughtTokens, add_to
 from gspo_proto.rollout_pb2 import RUN_END_FAILED, Event, Finished, Rollout, Score, ScoringFails
@@ -48,6 +50,8 @@ class ScoringConsumer:
         self._window = FailureWindow(reward.failure_window, reward.max_failure_share)
         self._events = Events(service.redis, keys, service.options.name)
         self._num_busy = 0
+        self._first: list[tuple[Rollout, Score]] = []
+        self._repeating: asyncio.Task[None] | None = None
         teacher = service.config.teacher
         self._teacher = TaughtTokens(teacher, self._end_run, self._note_teacher) if teacher.address else None
         self._subscriptions = [
@@ -68,6 +72,9 @@ class ScoringConsumer:
         try:
             await self._consumer.run()
         finally:
+            if self._repeating is not None:
+                self._repeating.cancel()
+                await asyncio.gather(self._repeating, return_exceptions=True)
             if self._teacher is not None:
                 await self._teacher.close()
 
@@ -134,9 +141,25 @@ class ScoringConsumer:
             if rollout.evaluation:
                 continue
             _trace(self._service.traces, rollout, score)
+            self._keep_first(rollout, score)
             if problem := self._window.add(score):
                 log.error("scoring_fails", reason=problem)
                 await self._events.send(Event(scoring_fails=ScoringFails(reason=problem)))
+
+    def _keep_first(self, rollout: Rollout, score: Score) -> None:
+        """Keep the first answers with a score, and score them again once there are enough."""
+        if self._repeating is not None or score.WhichOneof("result") != "reward":
+            return
+        self._first.append((rollout, score))
+        if len(self._first) == NUM_REPEATED:
+            self._repeating = asyncio.create_task(self._repeat(), name="repeat scores")
+
+    async def _repeat(self) -> None:
+        first, self._first = self._first, []
+        size = self._service.config.reward.batch_size
+        for differing in await repeat_scores(self._scorer.library, first, batch_size=size):
+            log.warning("scores_differ", function=differing.function, answers=differing.num_differing)
+            await self._events.send(Event(scores_differ=differing))
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

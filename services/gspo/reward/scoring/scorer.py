@@ -155,7 +155,7 @@ class Scorer:
                 kinds.append(value.kind)
                 continue
             logged |= {f"{use.name}/{name}": column for name, column in value.columns.items()}
-            parts = _parts(use, value, version)
+            parts = parts_of(use, value, version)
             score.parts.extend(parts)
             total += sum(part.weight * part.value for part in parts)
         score.version = ",".join(versions)
@@ -181,7 +181,7 @@ def _episode_value(episode: Episode) -> Value | Failure:
     return Value(episode.reward)
 
 
-def _parts(use: RewardUse, value: Value, version: str) -> list[ScorePart]:
+def parts_of(use: RewardUse, value: Value, version: str) -> list[ScorePart]:
     """`function`, or `function/part` for named parts, each with its weight; extras have weight 0."""
     weights = {name: use.weight * use.part_weights.get(name, 1.0) for name in value.parts}
     parts = [
