@@ -82,7 +82,9 @@ async def _check_source(source: Source, library: Library, data: dict[str, _Data]
         name = f"{function.callee.signature.entry} of {function.code.filename}"
         for file, own in data.items():
             _check_columns(function, own, file, name, source.key("types"))
-        await _try_function(function, name, spec, key, training)
+        if await _try_function(function, name, spec, key, training):
+            for file in data.keys() - {source.key("prompts")}:
+                await _try_held_out(function, name, file, data[file].prompts)
 
 
 @asynccontextmanager
@@ -168,29 +170,51 @@ def _check_columns(function: Function, data: _Data, key: str, name: str, types_k
         warn(f"{key}: there is no right answer for {name} in {data.unanswered} ({GROUND_TRUTH_RULE})")
 
 
+async def _try_held_out(function: Function, name: str, where: str, prompts: Sequence[Prompt]) -> None:
+    """Score made-up answers to the prompts of a held-out file, with a function that scores those to training prompts.
+
+    Raises:
+        InputError: It can score none of them: the file lacks what it reads.
+    """
+    try:
+        values, _ = await function.score(_trials(prompts), session="")
+        reasons = [value.reason for value in values if isinstance(value, Failure)]
+    except CallError as error:
+        values, reasons = [None], [str(error)]
+    if len(reasons) == len(values):
+        rule = f"{name} scores made-up answers to training prompts, and none to prompts of this file: it {reasons[0]}"
+        raise InputError(where, rule, "Give the file the columns that the function reads, such as the right answers")
+
+
+def _trials(prompts: Sequence[Prompt]) -> list[Rollout]:
+    return [
+        Rollout(prompt=prompts[number % len(prompts)], text=TRIAL_TEXT, token_ids=[0], outcome=OUTCOME_EOS)
+        for number in range(NUM_TRIALS)
+    ]
+
+
 async def _try_function(
     function: Function, name: str, spec: RewardFunction, where: str, prompts: Sequence[Prompt]
-) -> None:
+) -> bool:
     """Score made-up answers.
 
     Args:
         name: The function's, for messages.
         where: Its key in the configuration.
 
+    Returns:
+        Whether it scored one of them.
+
     Raises:
         InputError: The function cannot work with any answer.
     """
-    trials = [
-        Rollout(prompt=prompts[number % len(prompts)], text=TRIAL_TEXT, token_ids=[0], outcome=OUTCOME_EOS)
-        for number in range(NUM_TRIALS)
-    ]
     try:
-        values, _ = await function.score(trials, session="")
+        values, _ = await function.score(_trials(prompts), session="")
     except CallError as error:
         wrong_return = error.error_type == "InvalidReturnError"
         fix = "Return a list with one number for each completion" if wrong_return else "Correct the function"
         _judge(error, str(error), where, name, fix)
-        return
+        return False
     failures = [value for value in values if isinstance(value, Failure)]
     if len(failures) == len(values) and all(failure.error_type == NOT_FINITE for failure in failures):
         raise InputError(
@@ -209,6 +233,7 @@ async def _try_function(
             if part not in value.parts:
                 fix = nearest(part, value.parts) if value.parts else "Leave it out"
                 raise InputError(f"{where}.part_weights.{part}", f"{name} returned no such part", fix)
+    return len(failures) < len(values)
 
 
 def _judge(failure: CallError | Failure, reason: str, where: str, name: str, fix: str) -> None:

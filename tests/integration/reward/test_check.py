@@ -97,6 +97,16 @@ def test_a_failure_that_a_made_up_answer_may_cause_is_a_warning(
     assert f"tried on a made-up answer, {why}" in capfd.readouterr().err
 
 
+def test_an_evaluation_without_right_answers_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    held_out = rows(tmp_path / "e.jsonl", {"prompt": "1+2="})
+    why = "^evaluation.prompts: reward of .*r.py scores .*, and none .*: it raised KeyError: 'answer'.* right answers"
+    with pytest.raises(InputError, match=why):
+        check(run_with(tmp_path, GOOD, evaluation={"prompts": str(held_out)}))
+    rows(held_out, {"prompt": "1+2=", "answer": "3"})
+    check(run_with(tmp_path, GOOD, evaluation={"prompts": str(held_out)}))
+    assert capfd.readouterr().err == ""
+
+
 def test_verl_needs_a_right_answer(tmp_path: Path) -> None:
     data = rows(tmp_path / "d.jsonl", {"prompt": "2+2=", "truth": "4"})
     source = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0"
