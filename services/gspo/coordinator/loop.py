@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from gspo.common.service.app import Service
 from gspo.common.streams.entries import word_of
 from gspo.common.telemetry import metrics
-from gspo.common.telemetry.advice import RULES, findings
+from gspo.common.telemetry.advice import findings, rules_of
 from gspo.common.telemetry.findings import Finding, RecentSteps
 from gspo.common.telemetry.first_answers import first_answers
 from gspo.coordinator.data.prompt_checks import FAULTS, scores_finding
@@ -184,7 +184,7 @@ class Coordinator:
         for name in seen.keys() - self._warned:
             log.warning("finding", rule=name, text=seen[name].text)
         self._warned = set(seen)
-        for rule in RULES:
+        for rule in rules_of(self._service.config):
             metrics.FINDING.labels(rule.name).set(rule.name in seen)
 
     def _add_checks(self, seen: Sequence[Finding]) -> None:

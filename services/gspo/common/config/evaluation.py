@@ -1,18 +1,20 @@
-"""The sections `evaluation` and `tracking`: measurements on held-out prompts, and programs that show figures."""
+"""The sections `evaluation`, `rules` and `tracking`: held-out prompts, rules over figures, programs that show them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from gspo.common.config.fields import FIXED, ON_RESUME, FilePath, Owner, RunName, Section
-from gspo.common.errors import ConfigError, nearest
+from gspo.common.errors import NO_VALUE, ConfigError, nearest
+from gspo.common.telemetry.figure_names import FIGURES, MEASURED_FIGURES, is_figure
 
 # Figures part_NAME_mean of a step or an evaluation, at most: their names come from the user's functions.
 MOST_PARTS = 32
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class BestFigure(NamedTuple):
@@ -131,6 +133,65 @@ class EvaluationConfig(Section):
     def key_of(name: str) -> str:
         """The configuration key of a file."""
         return f"evaluation.prompts.{name}" if name else "evaluation.prompts"
+
+
+class OwnRule(Section):
+    """A rule of the user's own: a finding while a figure is beyond a bound in each of the last steps."""
+
+    may_change = True
+
+    name: RunName = Field(description="Name of the finding, shown as own_NAME")
+    figure: str = Field(description="Figure of a step, or held_out_mean")
+    above: float | None = Field(None, description="The figure is above this; or set below")
+    below: float | None = Field(None, description="The figure is below this")
+    steps: PositiveInt = Field(5, description="In so many steps in a row; of held_out_mean, so many evaluations")
+    text: str = Field(min_length=1, max_length=500, description="The finding's sentence")
+    tries: tuple[str, ...] = Field((), description="Changes to try, in their order")
+
+    @field_validator("figure")
+    @classmethod
+    def _is_known(cls, figure: str) -> str:
+        if is_figure(figure):
+            return figure
+        rule = "is not a figure of a step (docs/metrics.md lists them)"
+        raise ConfigError("", figure, rule, nearest(figure, sorted({*FIGURES, *MEASURED_FIGURES})))
+
+    @model_validator(mode="after")
+    def _has_one_bound(self) -> OwnRule:
+        if (self.above is None) == (self.below is None):
+            raise ConfigError("", NO_VALUE, "needs one bound", "Set either above or below")
+        return self
+
+
+class BoundsConfig(Section):
+    """The bounds of rules that have a share as their only one."""
+
+    may_change = True
+
+    weak_signal: Share = Field(0.8, description="Groups with equal rewards")
+    cut_off: Share = Field(0.5, description="Answers that are cut off")
+    rollouts_fail: Share = Field(0.5, description="Rollouts without a score")
+    answers_alike: Share = Field(0.8, description="Answers that are one text")
+    clipped_too_much: Share = Field(0.4, description="Clipped sequences, or tokens where the clip is theirs")
+    clip_is_noise: Share = Field(0.05, description="Sequences outside the clip by the engines' noise alone")
+
+
+class RulesConfig(Section):
+    """The rules that say whether a run learns."""
+
+    may_change = True
+
+    bounds: BoundsConfig = Field(default_factory=BoundsConfig)
+    own: tuple[OwnRule, ...] = Field((), description="Rules of your own")
+
+    @field_validator("own")
+    @classmethod
+    def _have_names_of_their_own(cls, own: tuple[OwnRule, ...]) -> tuple[OwnRule, ...]:
+        names = [rule.name for rule in own]
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                raise ConfigError(f"{place}.name", name, "names two rules", "Give each a name of its own")
+        return own
 
 
 class WandbConfig(Section):

@@ -20,7 +20,7 @@ from gspo.common.config.engines import (
     LearnerConfig,
     SamplingConfig,
 )
-from gspo.common.config.evaluation import BestFigure, EvaluationConfig, TrackingConfig
+from gspo.common.config.evaluation import BestFigure, EvaluationConfig, RulesConfig, TrackingConfig
 from gspo.common.config.fields import (
     FIXED,
     HTTP_HOST,
@@ -219,6 +219,7 @@ class Config(Section):
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     agent: AgentConfig = Field(default_factory=AgentConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    rules: RulesConfig = Field(default_factory=RulesConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     run: RunConfig = Field(default_factory=RunConfig)
     services: ServicesConfig = Field(default_factory=ServicesConfig)

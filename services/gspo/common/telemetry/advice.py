@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from gspo.common.config.evaluation import OwnRule
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.clip_rules import CLIP_RULES
-from gspo.common.telemetry.findings import Finding, Steps, apply_rules, findings_of_run
+from gspo.common.telemetry.figure_names import MEASURED_FIGURES
+from gspo.common.telemetry.findings import Finding, Rule, Said, Steps, apply_rules, findings_of_run
 from gspo.common.telemetry.learning_rules import LEARNING_RULES, has_signal
 from gspo.common.telemetry.step_time import Share, seconds_by_function, shares
 
@@ -27,14 +29,33 @@ WORTH_IT = 0.05
 RULES = (*LEARNING_RULES, *CLIP_RULES)
 
 
+def rules_of(config: Config) -> tuple[Rule, ...]:
+    """All rules of a run, those on learning first and the user's own last."""
+    return (*RULES, *map(_own_rule, config.rules.own))
+
+
+def _own_rule(own: OwnRule) -> Rule:
+    def holds(steps: Steps, _config: Config) -> bool:
+        values = [step[own.figure] for step in steps[-own.steps :]]
+        if own.above is not None:
+            return min(values) > own.above
+        return own.below is not None and max(values) < own.below
+
+    def says(steps: Steps, _config: Config) -> Said:
+        return Said(f"{own.text.rstrip('.')} ({own.figure} is {steps[-1][own.figure]:.3g})", tries=own.tries)
+
+    is_measured = own.figure in MEASURED_FIGURES
+    return Rule(f"own_{own.name}", (own.figure,), own.steps, holds, says, is_measured=is_measured)
+
+
 def findings(steps: Steps, config: Config) -> dict[str, Finding]:
     """The findings at the newest step by their rules, those on learning first; the steps are oldest first."""
-    return apply_rules(RULES, steps, config)
+    return apply_rules(rules_of(config), steps, config)
 
 
 def all_findings(steps: Steps, config: Config) -> list[tuple[Finding, list[int]]]:
     """Each finding that a run had, in its newest form, with the steps that had it."""
-    return findings_of_run(RULES, steps, config)
+    return findings_of_run(rules_of(config), steps, config)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ from gspo.common.config.schema import Config
 from gspo.common.telemetry.clip_causes import clip_causes, clip_causes_line
 from gspo.common.telemetry.findings import Rule, Said, Steps, ends, is_annealed
 
-# Above this share most of the signal of the reward is lost. A toy run with lag 1 went from 0.16 to 0.48 and gained half
-# as much.
-CLIPPED_TOO_MUCH = 0.4
+# Above the bound of `clipped_too_much` most of the signal of the reward is lost. A toy run with lag 1 went from 0.16 to
+# 0.48 and gained half as much.
 CLIPPED_STEPS = 10
 NEVER_CLIPPED_STEPS = 20
-# Share of sequences that would leave the clip at an unchanged policy: worth a sentence, and most of the clipped share.
-NOISE_NOTICED, NOISE_TOO_MUCH = 0.05, 0.33
+# Share of sequences that would leave the clip at an unchanged policy, of which most is noise.
+NOISE_TOO_MUCH = 0.33
 # Geometric mean of the weights of a product. Half of the answers are below it where the logarithms are symmetric.
 WEIGHED_DOWN, WEIGHED_STEPS = 0.5, 5
 # Over TURN_STEPS steps, turns of conversations that are so much shorter and so many more. Elsewhere, dividing by an
@@ -39,7 +38,7 @@ def _unit(config: Config) -> str:
 
 
 def _is_clipped(steps: Steps, config: Config) -> bool:
-    return min(step[f"clipped_{_unit(config)}"] for step in steps) > CLIPPED_TOO_MUCH
+    return min(step[f"clipped_{_unit(config)}"] for step in steps) > config.rules.bounds.clipped_too_much
 
 
 def _clipped_says(steps: Steps, config: Config) -> Said:
@@ -52,10 +51,10 @@ def _clipped_says(steps: Steps, config: Config) -> Said:
     # The remedy of the largest cause first.
     first = causes.largest if causes else ""
     ordered = sorted(remedies, key=lambda cause: cause != first)
-    unit = _unit(config)
+    unit, bound = _unit(config), config.rules.bounds.clipped_too_much
     return Said(
-        f"{steps[-1][f'clipped_{unit}']:.0%} of {unit} are clipped, over {CLIPPED_TOO_MUCH:.0%} for {len(steps)} "
-        f"steps, so most of the signal is lost{'. ' if line else ''}{line}",
+        f"{steps[-1][f'clipped_{unit}']:.0%} of {unit} are clipped, over {bound:.0%} for {len(steps)} steps, so most "
+        f"of the signal is lost{'. ' if line else ''}{line}",
         tries=(*(remedies[cause] for cause in ordered[:-1]), f"{remedies[ordered[-1]]}, {_FIXED}"),
     )
 
@@ -156,7 +155,7 @@ CLIP_RULES = (
         "clip_is_noise",
         ("noise_share",),
         1,
-        lambda steps, _config: steps[-1]["noise_share"] > NOISE_NOTICED,
+        lambda steps, config: steps[-1]["noise_share"] > config.rules.bounds.clip_is_noise,
         _noise_says,
         lambda config: _clip_matters(config) and config.algorithm.old_logprobs == "inference",
         is_measured=True,

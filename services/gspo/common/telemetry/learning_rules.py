@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import combinations
 from statistics import fmean, median
 
+from gspo.common.config.evaluation import BoundsConfig
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.findings import (
     HELD_OUT,
@@ -33,12 +34,12 @@ REWARD_PARTS = 3
 PARTING_STEPS = 20
 # Steps after which a reward that stands still is worth a sentence, and the least move, in spreads of the reward.
 FLAT_STEPS, FLAT_MOVE = 50, 0.1
-# Shares above which a step teaches little: of groups with equal rewards, answers cut off, rollouts without a score.
-MOST_EQUAL, MOST_CUT, MOST_FAILED = 0.8, 0.5, 0.5
+# Shares above which a step teaches little: of groups with equal rewards, of answers cut off.
+MOST_EQUAL, MOST_CUT = BoundsConfig().weak_signal, BoundsConfig().cut_off
 # Of the range of the rewards: a mean so near to the least reward is of answers that are hardly ever right.
 RARELY_RIGHT = 0.05
-# Share of a step's answers that are one text, and correlation of length with reward, that are worth a sentence.
-MOST_ALIKE, LENGTH_PAYS, LENGTH_IS_ALL = 0.8, 0.5, 0.8
+# Correlations of length with reward that are worth a sentence.
+LENGTH_PAYS, LENGTH_IS_ALL = 0.5, 0.8
 # Share outside the clip at a step's first weights, and age of its tokens in versions, that are worth a sentence.
 STALE_SHARE, STALE_AGE = 0.3, 2.0
 # Factors between the first and the last steps of a trend.
@@ -168,8 +169,9 @@ def _collapses(steps: Steps, _config: Config) -> bool:
     return first > 0 and last < _COLLAPSE * first
 
 
-def _above(figure: str, bound: float) -> Callable[[Steps, Config], bool]:
-    return lambda steps, _config: all(step[figure] > bound for step in steps)
+def _above(figure: str, bound: Callable[[BoundsConfig], float]) -> Callable[[Steps, Config], bool]:
+    """Whether a figure is above a bound in all steps."""
+    return lambda steps, config: all(step[figure] > bound(config.rules.bounds) for step in steps)
 
 
 def _all_equal(steps: Steps, _config: Config) -> bool:
@@ -177,7 +179,9 @@ def _all_equal(steps: Steps, _config: Config) -> bool:
 
 
 def _mostly_equal(steps: Steps, config: Config) -> bool:
-    return _above("zero_spread_groups", MOST_EQUAL)(steps, config) and not _all_equal(steps[-3:], config)
+    return _above("zero_spread_groups", lambda bounds: bounds.weak_signal)(steps, config) and not _all_equal(
+        steps[-3:], config
+    )
 
 
 def _failed_says(steps: Steps, config: Config) -> Said:
@@ -191,8 +195,9 @@ def _failed_says(steps: Steps, config: Config) -> Said:
     )
 
 
-def _most_fail(steps: Steps, _config: Config) -> bool:
-    return all(step["skipped_failed"] > MOST_FAILED * (step["skipped_failed"] + step["sequences"]) for step in steps)
+def _most_fail(steps: Steps, config: Config) -> bool:
+    most = config.rules.bounds.rollouts_fail
+    return all(step["skipped_failed"] > most * (step["skipped_failed"] + step["sequences"]) for step in steps)
 
 
 def _not_applied_says(steps: Steps, _config: Config) -> Said:
@@ -344,7 +349,7 @@ _CUT_OFF = Rule(
     "cut_off",
     ("truncated_share",),
     3,
-    _above("truncated_share", MOST_CUT),
+    _above("truncated_share", lambda bounds: bounds.cut_off),
     _cut_causes,
     rollouts="/rollouts?step={step}&outcome=truncated",
 )
@@ -393,7 +398,13 @@ LEARNING_RULES = (
         ),
     ),
     Rule("length_pays", ("reward_length_correlation", "response_tokens_mean"), 5, _length_pays, _length_says),
-    Rule("answers_alike", ("same_text_share",), 5, _above("same_text_share", MOST_ALIKE), _alike_says),
+    Rule(
+        "answers_alike",
+        ("same_text_share",),
+        5,
+        _above("same_text_share", lambda bounds: bounds.answers_alike),
+        _alike_says,
+    ),
     Rule(
         "entropy_collapses",
         ("entropy",),
@@ -436,7 +447,7 @@ LEARNING_RULES = (
         "updates_not_applied",
         ("mini_batches_not_applied",),
         3,
-        _above("mini_batches_not_applied", 0),
+        lambda steps, _config: all(step["mini_batches_not_applied"] > 0 for step in steps),
         _not_applied_says,
     ),
     Rule(

@@ -201,11 +201,11 @@ class Panel:
         **bounds: Any,
     ) -> None:
         self.axis = Axis(label, low=low, **bounds)
-        self._figures, self._lines, self._beside = figures, lines, beside
+        self.figures, self._lines, self._beside = figures, lines, beside
 
     def drawn(self, history: RunHistory) -> list[Line]:
         """Its lines, the stacked ones first."""
-        content = [line for figure in self._figures for line in figure.lines(history)]
+        content = [line for figure in self.figures for line in figure.lines(history)]
         content += self._lines(history)
         return sorted([*content, *(self._beside(history) if content else ())], key=lambda line: line.style != "stacked")
 
@@ -223,14 +223,14 @@ class Plot:
     def __init__(
         self, name: str, question: str, reading: str | Sequence[CaptionHint], *panels: Panel, needs: Sequence[str] = ()
     ) -> None:
-        self.name, self._question, self._panels, self._needs = name, question, panels, needs
+        self.name, self._question, self.panels, self._needs = name, question, panels, needs
         self._hints = (CaptionHint(reading),) if isinstance(reading, str) else tuple(reading)
 
     def curves(self, history: RunHistory) -> Iterator[Curve]:
         """A curve for each panel that has something to draw."""
         if self._needs and not any(any(history.series(name).values()) for name in self._needs):
             return
-        for number, panel in enumerate(self._panels):
+        for number, panel in enumerate(self.panels):
             if lines := panel.drawn(history):
                 name = f"{self.name}-{number}" if number else self.name
                 yield Curve(name, self._question, self._hints, panel.axis, lines)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import cycle, product
 
-from gspo.common.telemetry.clip_rules import CLIPPED_TOO_MUCH
 from gspo.common.telemetry.source_figures import named_sources, source_figure
 from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import EvaluationRecord
@@ -132,7 +131,9 @@ def _gradient_limit(history: RunHistory) -> Iterator[Line]:
 
 
 def _clipped_limit(history: RunHistory) -> Iterator[Line]:
-    yield level(history, CLIPPED_TOO_MUCH, f"advice when over {CLIPPED_TOO_MUCH:.0%} for long")
+    if history.config is not None:
+        bound = history.config.rules.bounds.clipped_too_much
+        yield level(history, bound, f"advice when over {bound:.0%} for long")
 
 
 PLOTS = (
