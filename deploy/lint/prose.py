@@ -37,7 +37,7 @@ TEMPLATE = re.compile(r"\{%.*?%\}")
 WORD = re.compile(r"[^\W_][\w'./%-]*|`x`")
 SENTENCE_END = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)[\"')*]*\s+(?=[\W_]*[A-Z0-9`])")
 DOCSTRING_BREAK = re.compile(r"(\n\s*\n|\n(?=\s*(?:(?:[-*]|\d\.) |[\w*]+(?:, [\w*]+)*: |[A-Z]\w+:\n)))")
-FIVE_WORDS = re.compile(r"(?s)^(?!.*(?:redis\.|\w\(\)|</|=\n))(?:.*?[A-Za-z]{2,} ){4}")
+FIVE_WORDS = re.compile(r"(?s)^(?!.*(?:redis\.|\nlocal |\w\(\)|</|=\n))(?:.*?[A-Za-z]{2,} ){4}")
 DIRECTIVE = re.compile(r"(type: |noqa|fmt: |pragma|ruff|!/)")
 PREFORMATTED = re.compile(r"(#|//) {3}")
 

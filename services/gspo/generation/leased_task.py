@@ -136,16 +136,17 @@ class Saver:
                 if not paused and not self._is_due(rollout):
                     continue
                 running = self._engine.partial_output(rollout.request_id)
-                state = rollout.snapshot(running, 0 if paused else leased.delivery.num_deliveries)
-                rollout.num_saved, rollout.saved_s = len(state.token_ids), time.monotonic()
+                state, place = rollout.next_save(running, 0 if paused else leased.delivery.num_deliveries)
                 tokens = rollout.tokens(len(running.token_ids))
-                saved = EntryState(leased.delivery, rollout.rollout_key, state.SerializeToString(), tokens)
+                saved = EntryState(leased.delivery, rollout.rollout_key, state, tokens, place)
                 states[leased.source.inbox].append(saved)
                 reported.append((rollout, tokens.num_sampled))
-        for inbox, saved_states in states.items():
-            metrics.ROLLOUTS_SAVED.inc(await inbox.save(saved_states))
+        num_saved = sum([await inbox.save(saved_states) for inbox, saved_states in states.items()])
+        metrics.ROLLOUTS_SAVED.inc(num_saved)
         for rollout, num in reported:
             rollout.num_reported = max(rollout.num_reported, num)
+            if num_saved < len(reported):  # a lost lease, or a state that is gone: the next save is whole
+                rollout.num_pieces = -1
 
     def _is_due(self, rollout: InFlightRollout) -> bool:
         unsaved = len(rollout.state.token_ids) + self._engine.num_sampled(rollout.request_id) - rollout.num_saved

@@ -20,8 +20,9 @@ from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
 from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, Subscription
 from gspo.common.streams.entries import group_failure
-from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer_name
+from gspo.common.streams.inbox import Delivery, EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_key
+from gspo.common.streams.saved_states import DONE
 from gspo.common.tasks import task_group, wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike

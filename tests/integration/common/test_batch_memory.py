@@ -28,8 +28,9 @@ from gspo.common.model.memory_needs import (
     redis_bytes,
 )
 from gspo.common.streams.entries import SCHEMA
-from gspo.common.streams.inbox import DONE, FIELD, Delivery
+from gspo.common.streams.inbox import FIELD, Delivery
 from gspo.common.streams.keys import Keys, rollout_key
+from gspo.common.streams.saved_states import DONE
 from gspo.coordinator.evaluation.results import EvaluationResults, HeldOutAnswer
 from gspo.coordinator.groups.slots import OpenGroup, Slots
 from gspo.coordinator.groups.tasks import training_task

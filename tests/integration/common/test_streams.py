@@ -8,8 +8,9 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, EntryState, Inbox, append
+from gspo.common.streams.inbox import Delivery, EntryOutput, EntryState, Inbox, append
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.saved_states import DONE
 from gspo_proto.rollout_pb2 import GroupTask, Prompt
 from tests.support.typed.redis_entries import payloads, stream_entries
 
@@ -174,6 +175,28 @@ async def test_a_save_stands_until_the_output_is_written(redis: Redis, keys: Key
     assert await worker.save([EntryState(delivery, "1-0", b"late")]) == 0
     assert await worker.load(["1-0"]) == [DONE]
     assert await worker.load([]) == []
+
+
+async def test_pieces_follow_a_saved_state_in_order_each_once(redis: Redis, keys: Keys) -> None:
+    worker, delivery = await take_one(redis, keys, "a")
+
+    async def save(state: bytes, place: int) -> int:
+        return await worker.save([EntryState(delivery, "1-0", state, place=place)])
+
+    assert await save(b" two", 1) == 0  # nothing is there that it could follow
+    assert await save(b"one", 0) == 1
+    for _ in range(2):  # the reply of the first call may have been lost
+        assert await save(b" two", 1) == 1
+    assert (await save(b" other", 1), await save(b" four", 3)) == (0, 0)
+    assert await save(b" three", 2) == 1
+    assert await worker.load(["1-0"]) == [b"one two three"]
+    assert await save(b"anew", 0) == 1
+    assert await worker.load(["1-0"]) == [b"anew"]
+    assert await save(b" and on", 1) == 1
+    assert await put(worker, delivery, keys, b"whole", "1-0")
+    assert await save(b" late", 2) == 0
+    assert await worker.load(["1-0"]) == [DONE]
+    assert not await redis.exists(f"{keys.pieces}1-0")
 
 
 async def test_a_worker_that_lost_its_lease_cannot_save_or_requeue(redis: Redis, keys: Keys) -> None:

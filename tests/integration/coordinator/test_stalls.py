@@ -18,9 +18,9 @@ from redis.asyncio import Redis
 from gspo.common.config.loading import read_config
 from gspo.common.streams.entries import body_of
 from gspo.common.streams.events import FROM_START, Events
-from gspo.common.streams.inbox import DONE
 from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import Keys, rollout_key
+from gspo.common.streams.saved_states import DONE
 from gspo.common.telemetry.activity import Activity
 from gspo.coordinator import stall_watch
 from gspo.coordinator.data.prompts import training_prompts

@@ -24,10 +24,11 @@ from transformers import AutoModelForCausalLM
 from gspo.common.config.schema import Config
 from gspo.common.network.grpc_server import open_channel
 from gspo.common.streams.events import Events
-from gspo.common.streams.inbox import DONE, append, create_consumer_groups
+from gspo.common.streams.inbox import append, create_consumer_groups
 from gspo.common.streams.instances import Instance, list_instances, wait_for_instance
 from gspo.common.streams.keys import Keys
 from gspo.common.streams.redis_client import connect_redis
+from gspo.common.streams.saved_states import DONE
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
 from gspo.learner.push.replicas import GeneratorReplica, PushFailedError
 from gspo_proto.generation_pb2 import (

@@ -160,11 +160,12 @@ async def test_a_second_result_that_stays_on_its_way_is_superseded(redis: Redis,
 
 async def test_what_was_unfinished_when_its_group_ended(redis: Redis, keys: Keys) -> None:
     generator, task = await leased(redis, keys)
-    await generator.save([state(task, 20, 20, 0)])
+    await generator.save([state(task, 15, 15, 0)])
+    await generator.save([EntryState(task, "0-0", b"more", RolloutTokens(20, 20, 15), place=1)])
     for _ in range(2):
         await abandon(redis, keys, [("0-0", 20), ("0-1", None)])
     assert await counts(redis, keys) == {"generated": 20, "unfinished": 20}
-    assert not await redis.exists(keys.partial, keys.rollout_tokens)
+    assert not await redis.exists(keys.partial, f"{keys.pieces}0-0", keys.rollout_tokens)
 
 
 async def test_a_finished_rollout_is_left_to_the_learner(redis: Redis, keys: Keys) -> None:

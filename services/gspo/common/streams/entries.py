@@ -88,9 +88,17 @@ def read_entry(kind: type[_Message], payload: bytes) -> _Message:
 
 
 def saved_state(payload: bytes | None) -> RolloutState | None:
-    """The saved state of a rollout; None where there is no readable one, and the rollout begins anew."""
-    with suppress(MalformedEntryError):
-        return read_entry(RolloutState, payload) if payload else None
+    """The saved state of a rollout; None where there is no readable one, and the rollout begins anew.
+
+    The pieces behind a whole state have no mask, since the policy sampled all their tokens.
+    """
+    if not payload or len(payload) > MAX_ENTRY_BYTES:
+        return None
+    with suppress(DecodeError, MalformedEntryError):
+        state = RolloutState.FromString(payload)
+        state.mask += b"\x01" * (len(state.token_ids) - len(state.mask))
+        check_message(state)
+        return state
     return None
 
 

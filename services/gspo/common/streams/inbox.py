@@ -26,12 +26,11 @@ from gspo.common.streams.entries import MAX_ENTRY_BYTES, EntryTooLargeError, ent
 from gspo.common.streams.keys import Keys, consumer_groups
 from gspo.common.streams.leases import LEASE
 from gspo.common.streams.redis_client import num_broken_off
+from gspo.common.streams.saved_states import SAVING, load_states
 from gspo.common.streams.token_counts import COUNTING, NO_TOKENS, NOT_COUNTED, EndedTokens, RolloutTokens
 from gspo.common.telemetry import metrics
 
 FIELD = b"d"
-# The value of an output's key in the hash `partial`, once the output is written.
-DONE = b"done"
 _PENDING_AT_ONCE = 1000
 log = structlog.get_logger()
 
@@ -63,11 +62,11 @@ for i = 2, #ARGV, 7 do
 end
 """
 
-# KEYS: stream, partial hash, tokens, rollout_tokens, output streams. ARGV: consumer group, consumer, evaluation, then
-# entry, deliveries, output key, kept, sampled and reported tokens, place of the output's stream in KEYS, and payload in
-# eights. Returns 1 for each output whose entry is still ours, else 0. A key that is done already means that this output
-# was written by an earlier delivery: the first result wins. Outputs of one entry come together, and its lease is
-# checked and renewed once.
+# KEYS: stream, partial hash, prefix of pieces, tokens, rollout_tokens, output streams. ARGV: consumer group, consumer,
+# evaluation, then entry, deliveries, output key, kept, sampled and reported tokens, place of the output's stream in
+# KEYS, and payload in eights. Returns 1 for each output whose entry is still ours, else 0. A key that is done already
+# means that this output was written by an earlier delivery: the first result wins. Outputs of one entry come together,
+# and its lease is checked and renewed once.
 _PUT_MANY = """
 local kept, ours = {}, {}
 for i = 4, #ARGV, 8 do
@@ -76,12 +75,12 @@ for i = 4, #ARGV, 8 do
     ours[lease] = owns(ARGV[i], ARGV[i + 1]) or false
     if ours[lease] then renew(ARGV[i]) end
   end
-  local is_new = ours[lease] and redis.call('HGET', KEYS[2], ARGV[i + 2]) ~= 'done'
+  local is_new = ours[lease] and not is_done(KEYS[2], ARGV[i + 2])
   if is_new then
     redis.call('XADD', KEYS[tonumber(ARGV[i + 6])], '*', 'd', ARGV[i + 7])
-    redis.call('HSET', KEYS[2], ARGV[i + 2], 'done')
+    set_done(KEYS[2], KEYS[3], ARGV[i + 2])
   end
-  report(ARGV[3], KEYS[3], KEYS[4], ARGV[i + 2], lease, ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], is_new and '1')
+  report(ARGV[3], KEYS[4], KEYS[5], ARGV[i + 2], lease, ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], is_new and '1')
   kept[#kept + 1] = ours[lease] and 1 or 0
 end
 return kept
@@ -100,22 +99,18 @@ end
 return kept
 """
 
-# KEYS: stream, partial hash, tokens, rollout_tokens. ARGV: consumer group, consumer, evaluation, then entry,
-# deliveries, output key, kept, sampled and reported tokens, and state in sevens. Returns how many were saved. A key
-# that is done stays so: a state that comes after it is late.
+# KEYS: stream, partial hash, prefix of pieces, tokens, rollout_tokens. ARGV: consumer group, consumer, evaluation, then
+# entry, deliveries, output key, kept, sampled and reported tokens, place of the piece, and state in eights. Returns how
+# many were saved. A key that is done stays so: a state that comes after it is late.
 _SAVE = """
-local saved = 0
-for i = 4, #ARGV, 7 do
-  local is_saved = owns(ARGV[i], ARGV[i + 1]) and not (redis.call('HSTRLEN', KEYS[2], ARGV[i + 2]) == 4
-    and redis.call('HGET', KEYS[2], ARGV[i + 2]) == 'done')
-  if is_saved then
-    redis.call('HSET', KEYS[2], ARGV[i + 2], ARGV[i + 6])
-    saved = saved + 1
-  end
-  local lease = ARGV[i] .. ':' .. ARGV[i + 1]
-  report(ARGV[3], KEYS[3], KEYS[4], ARGV[i + 2], lease, ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], is_saved and '0')
+local num_saved = 0
+for i = 4, #ARGV, 8 do
+  local lease, place = ARGV[i] .. ':' .. ARGV[i + 1], tonumber(ARGV[i + 6])
+  local is_saved = owns(ARGV[i], ARGV[i + 1]) and save(KEYS[2], KEYS[3], ARGV[i + 2], place, ARGV[i + 7])
+  num_saved = num_saved + (is_saved and 1 or 0)
+  report(ARGV[3], KEYS[4], KEYS[5], ARGV[i + 2], lease, ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], is_saved and '0')
 end
-return saved
+return num_saved
 """
 
 # KEYS: stream, open hash, stream it goes to. ARGV: consumer group, consumer, entry, deliveries, payload, field of
@@ -159,12 +154,18 @@ class EntryOutput:
 
 @dataclass(frozen=True)
 class EntryState:
-    """The saved part of an unfinished output; it stands under the output's key until the output is written."""
+    """The saved part of an unfinished output; it stands under the output's key until the output is written.
+
+    Attributes:
+        state: The whole state, or a piece of it that follows what this lease has saved before.
+        place: That of the piece behind the whole state, from 1; 0 for a whole state.
+    """
 
     delivery: Delivery
     key: str
     state: bytes
     tokens: RolloutTokens = NOT_COUNTED
+    place: int = 0
 
 
 class Inbox:
@@ -238,27 +239,26 @@ class Inbox:
         streams = list(dict.fromkeys(output.stream for output in outputs))
         args: list[Any] = [int(self._is_evaluation)]
         for output in outputs:
-            place = 5 + streams.index(output.stream)
+            place = 6 + streams.index(output.stream)
             args += (*_reported(output), place, output.payload)
-        kept = await self._call(_PUT_MANY, [self._keys.partial, *self._ledger, *streams], args)
+        kept = await self._call(_PUT_MANY, [*self._saved, *self._ledger, *streams], args)
         return [bool(ours) for ours in kept] if kept else [False] * len(outputs)
 
     async def save(self, states: Sequence[EntryState]) -> int:
         """Save unfinished outputs, all in one transaction; returns how many were.
 
-        Outputs that are written already, and those whose lease is lost, are left out.
+        Outputs that are written already, those whose lease is lost, and pieces that nothing precedes are left out.
         """
         if not states:
             return 0
         args: list[Any] = [int(self._is_evaluation)]
         for item in states:
-            args += (*_reported(item), item.state)
-        return int(await self._call(_SAVE, [self._keys.partial, *self._ledger], args) or 0)
+            args += (*_reported(item), item.place, item.state)
+        return int(await self._call(_SAVE, [*self._saved, *self._ledger], args) or 0)
 
     async def load(self, output_keys: Sequence[str]) -> list[bytes | None]:
         """For each key its newest state: DONE where the output was written, None where there is none."""
-        states: Any = await self._redis.hmget(self._keys.partial, list(output_keys)) if output_keys else []
-        return list(states)
+        return await load_states(self._redis, self._keys, output_keys)
 
     async def requeue(self, delivery: Delivery, *, stream: str = "", group: int | None = None) -> bool:
         """Put the entry to the end of its stream, or of another, for any consumer to take.
@@ -343,11 +343,15 @@ class Inbox:
             await self._script(_ACKNOWLEDGE)(keys=[self.stream, *self._ledger], args=[self._consumer_group, *args])
 
     @property
+    def _saved(self) -> list[str]:
+        return [self._keys.partial, self._keys.pieces]
+
+    @property
     def _ledger(self) -> list[str]:
         return [self._keys.tokens, self._keys.rollout_tokens]
 
     def _script(self, text: str) -> AsyncScript:
-        return self._redis.register_script(LEASE + COUNTING + text)
+        return self._redis.register_script(LEASE + COUNTING + SAVING + text)
 
     async def _call(self, text: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """The reply of a script; an empty one where the stream does not exist, and so no lease."""

@@ -29,6 +29,7 @@ class Keys:
         dead: Stream of DeadLetter: entries that were given up, with the reason.
         events: Stream of Event: read by everyone who watches.
         partial: Hash `group-number` -> the saved state of a rollout in flight, or `done`; removed with its group.
+        pieces: Prefix of the list of pieces behind a rollout's saved state (saved_states.py).
         open: Hash `group` -> OpenGroup as JSON: issued and not settled.
         tokens: Hash `column` -> tokens: the token ledger (token_counts.py).
         rollout_tokens: Hash `group-number` -> tokens of a rollout by its generator, until they are in a column.
@@ -47,7 +48,7 @@ class Keys:
         self.eval_prompts, self.eval_rollouts = self.key("eval_prompts"), self.key("eval_rollouts")
         self.eval_scored = self.key("eval_scored")
         self.dead, self.events = self.key("dead"), self.key("events")
-        self.partial, self.open = self.key("partial"), self.key("open")
+        self.partial, self.pieces, self.open = self.key("partial"), self.key("pieces:"), self.key("open")
         self.tokens, self.rollout_tokens = self.key("tokens"), self.key("rollout_tokens")
         self.shift, self.gpu_engines = self.key("shift"), self.key("gpu_engines")
         self.agent_tasks = self.key("agent_tasks")

@@ -19,6 +19,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from gspo.common.streams.keys import Keys
+from gspo.common.streams.saved_states import SAVING
 
 # For scripts with these two hashes. `done` is '1' for a result and '0' for a state, and false where Redis refuses them.
 # Tokens of evaluations are counted alone.
@@ -80,24 +81,25 @@ local function settle(tokens, hash, key, column, num, masked_column, num_masked,
 end
 """
 
-# KEYS: partial, tokens, rollout_tokens. ARGV: rollout key and tokens of its saved state in pairs, -1 where none can be
-# read. A result is on its way to the learner, which counts it.
+# KEYS: partial, prefix of pieces, tokens, rollout_tokens. ARGV: rollout key and tokens of its saved state in pairs, -1
+# where none can be read. A result is on its way to the learner, which counts it.
 _ABANDON = (
     COUNTING
+    + SAVING
     + """
 for i = 1, #ARGV, 2 do
-  local kept, sampled, ended, num_ended, writer = rollout_tokens(KEYS[3], ARGV[i])
+  local kept, sampled, ended, num_ended, writer = rollout_tokens(KEYS[4], ARGV[i])
   if writer and (kept > 0 or num_ended == 0) then
     local num = tonumber(ARGV[i + 1])
-    add(KEYS[2], 'unfinished', num < 0 and kept or num)
-    add(KEYS[2], 'in_flight', -kept)
+    add(KEYS[3], 'unfinished', num < 0 and kept or num)
+    add(KEYS[3], 'in_flight', -kept)
     if num_ended == 0 then
-      redis.call('HDEL', KEYS[3], ARGV[i])
+      redis.call('HDEL', KEYS[4], ARGV[i])
     else
-      write(KEYS[3], ARGV[i], 0, sampled, ended, num_ended, writer)
+      write(KEYS[4], ARGV[i], 0, sampled, ended, num_ended, writer)
     end
   end
-  redis.call('HDEL', KEYS[1], ARGV[i])
+  remove_saved(KEYS[1], KEYS[2], ARGV[i])
 end
 """
 )
@@ -177,7 +179,8 @@ async def abandon(redis: Redis, keys: Keys, rollouts: Sequence[tuple[str, int | 
         rollouts: Key, and sampled tokens of the saved state; None where there is none.
     """
     args = [value for key, num in rollouts for value in (key, -1 if num is None else num)]
-    await redis.register_script(_ABANDON)(keys=[keys.partial, keys.tokens, keys.rollout_tokens], args=args)
+    hashes = [keys.partial, keys.pieces, keys.tokens, keys.rollout_tokens]
+    await redis.register_script(_ABANDON)(keys=hashes, args=args)
 
 
 async def close(redis: Redis, keys: Keys, column_of: Callable[[int], str]) -> None:

@@ -19,6 +19,7 @@ from gspo.common.config.sources import Source
 from gspo.common.streams.consumer import Consumer, Deliveries, Subscription
 from gspo.common.streams.inbox import Inbox, append, new_consumer_name
 from gspo.common.streams.keys import COORDINATOR, GENERATION, Keys, evaluation_label, rollout_key
+from gspo.common.streams.saved_states import remove_states
 from gspo.common.streams.token_counts import NO_TOKENS
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
@@ -164,6 +165,6 @@ class Evaluator:
             for entry, _ in entries:
                 pipe.xack(self._keys.eval_prompts, GENERATION, entry)
                 pipe.xdel(self._keys.eval_prompts, entry)
-            for start in range(0, len(rollout_keys), _KEYS_AT_ONCE):
-                pipe.hdel(self._keys.partial, *rollout_keys[start : start + _KEYS_AT_ONCE])
             await pipe.execute()
+        for start in range(0, len(rollout_keys), _KEYS_AT_ONCE):
+            await remove_states(self._redis, self._keys, rollout_keys[start : start + _KEYS_AT_ONCE])

@@ -19,8 +19,9 @@ from gspo.common.host.steady_clock import steady_unix_s
 from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
 from gspo.common.streams.entries import SCHEMA, saved_state, word_of
-from gspo.common.streams.inbox import DONE, FIELD
+from gspo.common.streams.inbox import FIELD
 from gspo.common.streams.keys import GENERATION, rollout_key
+from gspo.common.streams.saved_states import DONE, load_states
 from gspo.common.streams.token_counts import abandon, num_sampled
 from gspo.common.telemetry import metrics
 from gspo.coordinator.data.prompts import PromptSet
@@ -211,7 +212,7 @@ class GroupLedger:
 
     async def _abandon(self, keys: Sequence[str]) -> None:
         """Remove the keys and saved states of rollouts; their tokens are counted as unfinished."""
-        states: Any = await self._redis.hmget(self._keys.partial, keys)
+        states = await load_states(self._redis, self._keys, keys)
         tokens = [num_sampled(saved.version) if (saved := saved_state(state)) else None for state in states]
         await abandon(self._redis, self._keys, list(zip(keys, tokens, strict=True)))
 
@@ -235,9 +236,7 @@ class GroupLedger:
 
     async def _progress(self, group: int) -> int:
         """Saved tokens of a group's rollouts; a finished rollout counts more than the longest answer."""
-        states: Any = await self._redis.hmget(
-            self._keys.partial, [rollout_key(group, number) for number in self._numbers]
-        )
+        states = await load_states(self._redis, self._keys, [rollout_key(group, number) for number in self._numbers])
         longest = self._config.algorithm.longest_answer + 1
         saved = [rollout for state in states if (rollout := saved_state(state))]
         return longest * int(states.count(DONE)) + sum(len(rollout.token_ids) for rollout in saved)

@@ -16,8 +16,9 @@ import structlog
 from gspo.common.service.app import Service
 from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, Subscription
 from gspo.common.streams.entries import group_failure
-from gspo.common.streams.inbox import DONE, Delivery, EntryOutput, Inbox, new_consumer_name
+from gspo.common.streams.inbox import Delivery, EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_key
+from gspo.common.streams.saved_states import DONE
 from gspo.common.streams.token_counts import RolloutTokens, num_sampled
 from gspo.common.telemetry import metrics
 from gspo.gateway.sessions.agent_rollout import agent_rollout

@@ -73,6 +73,7 @@ class InFlightRollout:
         num_reported: `num_sampled` of the last write that Redis answered.
         num_saved: Tokens in the newest save.
         saved_s: Time of the newest save, by the monotonic clock.
+        num_pieces: Pieces behind the whole state that this generator has saved; -1 before that.
     """
 
     def __init__(self, task: GroupTask, number: int, generator: str, saved: bytes | None = None) -> None:
@@ -84,6 +85,7 @@ class InFlightRollout:
         self.num_sampled = self.num_reported = 0
         self.num_kept = num_sampled(self.state.version)
         self.num_saved, self.saved_s = len(self.state.token_ids), time.monotonic()
+        self.num_pieces, self._saved_head = -1, b""
         self._segment_start = 0
 
     @property
@@ -262,6 +264,7 @@ class InFlightRollout:
         self.state = _new_state(self.state.started_unix_s)
         self.state.generator = generator
         self.num_saved = self._segment_start = 0
+        self.num_pieces = -1
         return num_dropped
 
     def tokens(self, num_running: int = 0) -> RolloutTokens:
@@ -283,6 +286,42 @@ class InFlightRollout:
         state.delivery = num_deliveries
         _append(state, running)
         return state
+
+    def next_save(self, running: Tokens, num_deliveries: int) -> tuple[bytes, int]:
+        """The next save and its place: a piece of new tokens where nothing else has changed since the last one.
+
+        The caller sets `num_pieces` to -1 if it was not saved.
+
+        Args:
+            running: The tokens of the running request.
+            num_deliveries: As of `snapshot`.
+
+        Returns:
+            The bytes of a piece and its place behind the whole state, from 1; or of a whole state, and 0.
+        """
+        num_kept, num_before = len(self.state.token_ids), self.num_saved
+        self.num_saved, self.saved_s = num_kept + len(running.token_ids), time.monotonic()
+        head = self._without_tokens(num_deliveries)
+        follows = self.num_pieces >= 0 and head == self._saved_head and num_before <= self.num_saved
+        self.num_pieces, self._saved_head = self.num_pieces + 1 if follows else 0, head
+        if not follows:
+            return self.snapshot(running, num_deliveries).SerializeToString(), 0
+        kept, new = slice(num_before, None), slice(max(0, num_before - num_kept), None)
+        piece = RolloutState(
+            token_ids=[*self.state.token_ids[kept], *running.token_ids[new]],
+            logp=[*self.state.logp[kept], *running.logp[new]],
+            version=[*self.state.version[kept], *running.version[new]],
+        )
+        return piece.SerializeToString(), self.num_pieces
+
+    def _without_tokens(self, num_deliveries: int) -> bytes:
+        """All of a snapshot but its tokens."""
+        state = RolloutState()
+        state.CopyFrom(self.state)
+        state.delivery = num_deliveries
+        for name in ("token_ids", "logp", "version", "mask"):
+            state.ClearField(name)
+        return state.SerializeToString()
 
     def finished(self, last_turn_text: str, now_unix_s: float) -> Rollout:
         """The message for the stream `rollouts`.

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo.common.streams.entries import saved_state
 from gspo.generation.engine.api import Completion, Finish, Tokens
 from gspo.generation.leased_task import num_failed_deliveries
 from gspo.generation.rollout.in_flight import Action, InFlightRollout, PlainAction, SampleAction
@@ -202,6 +203,46 @@ def test_a_finished_rollout_is_never_outdated() -> None:
     assert not rollout.is_outdated(VERSION + 1)
 
 
+class Saved:
+    """The saved state of a rollout, as Redis has it."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.num_bytes = 0
+
+    def write(self, part: bytes, place: int) -> None:
+        assert place in (0, len(self.parts))
+        self.parts = [*self.parts[:place], part]
+        self.num_bytes += len(part)
+
+    def read(self) -> bytes:
+        return b"".join(self.parts)
+
+
+def test_saves_of_a_growing_answer_write_each_token_once() -> None:
+    rollout, saved = in_flight(task=GroupTask(group=7, sampling=Sampling(max_tokens=40_000))), Saved()
+    for turn in range(4):
+        for num_running in range(0, 8000, 250):
+            saved.write(*rollout.next_save(piece([100_000 + turn] * num_running, version=turn), 1))
+        rollout.on_sampled(piece([100_000 + turn] * 8000, version=turn))
+    saved.write(*rollout.next_save(NO_TOKENS, 1))
+    whole = rollout.snapshot(NO_TOKENS, 1).SerializeToString()
+    assert saved_state(saved.read()) == saved_state(whole)
+    assert saved.num_bytes < 1.1 * len(whole)
+
+
+def test_a_rollout_that_begins_anew_is_saved_whole() -> None:
+    rollout, saved = in_flight(), Saved()
+    for num in (2, 3):
+        saved.write(*rollout.next_save(piece([10, 11, 12][:num]), 1))
+    assert len(saved.parts) == 2
+    rollout.restart()
+    saved.write(*rollout.next_save(piece([20]), 1))
+    assert [len(saved.parts), list(RolloutState.FromString(saved.read()).token_ids)] == [1, [20]]
+    saved.write(*rollout.next_save(piece([20, 21]), 1))
+    assert (len(saved.parts), in_flight(saved.read()).context) == (2, [1, 2, 20, 21])
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     pieces=st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.integers(0, 4), st.integers(0, 3)), max_size=12),
@@ -210,6 +251,7 @@ def test_a_finished_rollout_is_never_outdated() -> None:
     max_turns=st.integers(0, 4),
     segment_tokens=st.none() | st.integers(1, 7),
     saves=st.sets(st.integers(0, 40)),
+    kills=st.sets(st.integers(0, 40)),
 )
 def test_any_course_ends_within_its_limits_and_is_the_same_from_any_save(
     pieces: list[tuple[int, bool, int, int]],
@@ -218,19 +260,25 @@ def test_any_course_ends_within_its_limits_and_is_the_same_from_any_save(
     max_turns: int,
     segment_tokens: int | None,
     saves: set[int],
+    kills: set[int],
 ) -> None:
-    """`pieces`: tokens that the engine gives, whether it stops there, tokens of the observation, version."""
+    """`pieces`: tokens that the engine gives, whether it stops there, tokens of the observation, version.
+
+    At a tick of `saves` the rollout is saved, and at one of `kills` another generator takes it over too.
+    """
     play = Play(turn_tokens=turn_tokens, max_turns=max_turns)
     task = GroupTask(group=7, sampling=Sampling(max_tokens=max_tokens), environment="game", play=play)
 
-    def run(saves: set[int]) -> Rollout:
-        rollout, script = in_flight(task=task), iter(pieces)
+    def run(saves: set[int], kills: set[int]) -> Rollout:
+        rollout, script, saved = in_flight(task=task), iter(pieces), Saved()
         rollout.begin_segment()
         version = num_observed = num_sampled = 0
         for tick in range(200):
-            if tick in saves:
+            if tick in saves | kills:
+                saved.write(*rollout.next_save(NO_TOKENS, 1))
+            if tick in kills:
                 segment_start = rollout._segment_start
-                rollout = in_flight(rollout.snapshot(NO_TOKENS, num_deliveries=1).SerializeToString(), task)
+                rollout = in_flight(saved.read(), task)
                 rollout._segment_start = segment_start
             match rollout.next_action(version, segment_tokens, 0.0):
                 case PlainAction.RESET:
@@ -264,7 +312,7 @@ def test_any_course_ends_within_its_limits_and_is_the_same_from_any_save(
                     return rollout.finished("turn", 1.0)
         pytest.fail("the rollout did not end")
 
-    straight, saved = run(set()), run(saves)
+    straight, saved = run(set(), set()), run(saves, kills)
     straight.started_unix_s = saved.started_unix_s = 0.0
     assert saved == straight
 
