@@ -18,5 +18,5 @@ READ_CHECK = TypeAdapter(Finding).validate_python
 
 def write_checks(folder: Path, findings: Iterable[Finding]) -> None:
     """Replace the checks of the run with this log folder."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / CHECKS, "".join(f"{json.dumps(asdict(finding))}\n" for finding in findings).encode())
