@@ -205,6 +205,21 @@ def test_dense_models_in_bfloat16_are_compiled_where_a_compiler_is(
     assert not compiles()
 
 
+def test_activations_are_kept_where_the_micro_batch_of_the_user_fits_with_them(
+    tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 2, gib=80)
+    published("Qwen3-0.6B", monkeypatch, host_gib=2000)
+
+    def checkpoints(**learner: Any) -> bool:
+        return user(raw_config, tmp_path, learner=learner).for_device().learner.gradient_checkpointing
+
+    assert not checkpoints()
+    assert not checkpoints(micro_batch_tokens=16_384)
+    assert checkpoints(micro_batch_tokens=1 << 20)
+    assert checkpoints(gradient_checkpointing=True)
+
+
 def test_a_model_that_needs_several_gpus_gets_them(
     tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,13 @@ from gspo.common.config.schema import Config
 from gspo.common.host.machine import CACHE_ARGUMENT, PARALLEL_ARGUMENTS, SHARE_ARGUMENT, gpus_of_engine
 from gspo.common.model.trained_parameters import TrainedSize
 from gspo.common.planning.host_memory import HostMemory, fullest_host
-from gspo.common.planning.longest import engine_share, fitting_micro_batch, kept_by_generators, share_beside
+from gspo.common.planning.longest import (
+    engine_share,
+    fitting_micro_batch,
+    kept_by_generators,
+    needs_checkpointing,
+    share_beside,
+)
 from gspo.common.planning.memory import (
     GeneratorMemory,
     RankMemory,
@@ -160,11 +166,13 @@ def plan_choice(config: Config, profile: ModelProfile, machine: PlannedMachine) 
 
 
 def _filled(choice: Choice, profile: ModelProfile, size: TrainedSize, machine: PlannedMachine) -> Choice:
-    """The choice with the largest useful micro-batch that fits beside its generator."""
+    """The choice with the largest useful micro-batch beside its generator, and with activations kept if they fit."""
     kept = kept_by_generators(choice.config, machine.gpu_bytes, int(choice.on_same_gpus))
     free = machine.gpu_bytes - kept - reserved_bytes(machine.gpu_bytes)
-    tokens = fitting_micro_batch(choice.config, profile, size, choice.ranks, free)
-    filled = choice.config.with_keys(learner={"micro_batch_tokens": tokens})
+    checkpoints = needs_checkpointing(choice.config, profile, size, choice.ranks, free)
+    filled = choice.config.with_keys(learner={"gradient_checkpointing": checkpoints})
+    tokens = fitting_micro_batch(filled, profile, size, choice.ranks, free)
+    filled = filled.with_keys(learner={"micro_batch_tokens": tokens})
     return _with_memory(filled, profile, size, choice.ranks, machine)
 
 

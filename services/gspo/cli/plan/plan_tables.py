@@ -38,6 +38,7 @@ def print_plan(planned: Planned, console: Console) -> None:
     """Memory, and as advice times, steady state, and the rates that they follow from."""
     choice, learner = planned.choice, planned.choice.config.learner
     shifts = ", in shifts on the same GPUs (placement: shared)" if choice.config.placement == "shared" else ""
+    checkpointing = "gradient checkpointing" if learner.gradient_checkpointing else "no gradient checkpointing"
     teacher = planned.profile.teacher
     beside = "" if teacher is None else f", and a teacher of {teacher.num_parameters / 1e9:.3g} B,"
     console.print(
@@ -46,7 +47,7 @@ def print_plan(planned: Planned, console: Console) -> None:
         f"{counted(choice.ranks, 'rank')} of the learner, {counted(choice.replicas, 'generator')} on "
         f"{counted(choice.parallel, 'GPU')} each{shifts}.",
         f"ZeRO {learner.zero_stage}, offload {learner.offload}, micro-batches of {learner.micro_batch_tokens:,} "
-        f"tokens, {counted(learner.sequence_ranks, 'rank')} a line, gradient checkpointing, bfloat16.",
+        f"tokens, {counted(learner.sequence_ranks, 'rank')} a line, {checkpointing}, bfloat16.",
         sep="\n",
         highlight=False,
     )

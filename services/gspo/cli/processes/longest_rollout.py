@@ -14,9 +14,11 @@ from gspo.common.host.machine import Gpu
 from gspo.common.planning.longest import (
     MemoryBound,
     engine_share,
+    micro_batch_bound,
     servable_bound,
     servable_in_host_memory,
     trainable_bound,
+    useful_tokens,
 )
 from gspo.common.planning.model_profile import ModelProfile
 from gspo.common.streams.keys import GENERATION
@@ -81,7 +83,31 @@ def check_longest(config: Config, placement: Placement, model: PlannedModel) -> 
         if is_certain:
             raise problem
         warnings.append(str(problem))
-    return warnings
+    return warnings or _check_micro_batch(config, placement, model)
+
+
+def _check_micro_batch(config: Config, placement: Placement, model: PlannedModel) -> list[str]:
+    """A warning of a larger micro-batch than the plan has memory for; InputError as `check_longest`."""
+    free, tokens = free_for_ranks(config, placement), config.micro_batch_tokens
+    if free is None or model.profile is None or tokens <= config.algorithm.longest_rollout:
+        return []
+    bound = micro_batch_bound(config, model.profile, model.size, config.learner.ranks, *free)
+    used = min(tokens, useful_tokens(config, config.learner.ranks))
+    if used <= bound.planned:
+        return []
+    is_certain = used > bound.most
+    most = bound.most if is_certain else bound.planned
+    fixes = [f"Set it to at most {max(most, config.algorithm.longest_rollout)}", "leave it out"]
+    if not config.learner.gradient_checkpointing:
+        fixes.append("set learner.gradient_checkpointing: true")
+    problem = InputError(
+        "learner.micro_batch_tokens",
+        f"{tokens:,} tokens, and a rank has memory for {most:,}{'' if is_certain else ' by the plan'}",
+        ", or ".join(fixes),
+    )
+    if is_certain:
+        raise problem
+    return [str(problem)]
 
 
 def _too_long(algorithm: AlgorithmConfig, configured: int, most: int, capacity: str, fixes: list[str]) -> InputError:

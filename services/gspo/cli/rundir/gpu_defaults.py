@@ -14,7 +14,7 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.compilers import missing_compiler
 from gspo.common.host.machine import CACHE_ARGUMENT, PARALLEL_ARGUMENTS, SHARE_ARGUMENT, Gpu, free_memory
-from gspo.common.planning.longest import fitting_micro_batch
+from gspo.common.planning.longest import fitting_micro_batch, needs_checkpointing
 from gspo.common.planning.model_profile import ModelProfile
 from gspo.common.streams.keys import SERVICES
 
@@ -24,7 +24,10 @@ ENGINE = "generation.engine"
 # Engine arguments with such a default; the mapping itself is the user's.
 ENGINE_ARGUMENTS = (PARALLEL_ARGUMENTS[0], SHARE_ARGUMENT, CACHE_ARGUMENT)
 COMPILE = "learner.torch_compile"
-COMPUTED = (REPLICAS, RANKS, MICRO_BATCH, STAGE, OFFLOAD, COMPILE)
+CHECKPOINTING = "learner.gradient_checkpointing"
+COMPUTED = (REPLICAS, RANKS, MICRO_BATCH, STAGE, OFFLOAD, COMPILE, CHECKPOINTING)
+# Of these, what fits on the GPUs beside all others.
+_FILLED = (MICRO_BATCH, CHECKPOINTING)
 
 
 def gpu_defaults(config: Config, left_out: Collection[str], gpus: Sequence[Gpu]) -> dict[str, Any]:
@@ -50,9 +53,7 @@ def gpu_defaults(config: Config, left_out: Collection[str], gpus: Sequence[Gpu])
         values = _split(config, model, model.profile, left_out, gpus, float(min(sizes)))
     if COMPILE in left_out and COMPILE not in values:
         values[COMPILE] = _compiles(_with(config, values), model.profile)
-    if MICRO_BATCH in left_out:
-        values |= _micro_batch(_with(config, values), model, model.profile, gpus)
-    return values
+    return values | _filled(_with(config, values), model, model.profile, left_out, gpus)
 
 
 def _split(
@@ -87,7 +88,7 @@ def _split(
     )
     if choice is None:
         return {}
-    values = {key: key_value(choice.config, key) for key in COMPUTED if key in left_out and key != MICRO_BATCH}
+    values = {key: key_value(choice.config, key) for key in COMPUTED if key in left_out and key not in _FILLED}
     engine = choice.config.generation.engine
     # On a single GPU without enough memory, the share of a learner that does not fit says nothing.
     fits = not choice.shortages or len(gpus) > 1
@@ -109,15 +110,23 @@ def _compiles(config: Config, profile: ModelProfile) -> bool:
     return can_compile and config.learner.dtype == "bfloat16"
 
 
-def _micro_batch(config: Config, model: PlannedModel, profile: ModelProfile, gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """As many tokens as fit on the learner's GPUs."""
+def _filled(
+    config: Config, model: PlannedModel, profile: ModelProfile, left_out: Collection[str], gpus: Sequence[Gpu]
+) -> dict[str, Any]:
+    """As many tokens as fit on the learner's GPUs, and whether activations can be kept there."""
     try:
         free = free_for_ranks(config, place(config, process_names(config, SERVICES), gpus))
     except InputError:  # the start places them again, and shows the reason
         return {}
     if free is None:
         return {}
-    return {MICRO_BATCH: fitting_micro_batch(config, profile, model.size, config.learner.ranks, free[0])}
+    values, place_of_ranks = dict[str, Any](), (profile, model.size, config.learner.ranks, free[0])
+    if CHECKPOINTING in left_out:
+        tokens = None if MICRO_BATCH in left_out else config.micro_batch_tokens
+        values[CHECKPOINTING] = needs_checkpointing(config, *place_of_ranks, tokens)
+    if MICRO_BATCH in left_out:
+        values[MICRO_BATCH] = fitting_micro_batch(_with(config, values), *place_of_ranks)
+    return values
 
 
 def _with(config: Config, values: dict[str, Any]) -> Config:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo.cli.rundir.gpu_defaults import COMPUTED, ENGINE, ENGINE_ARGUMENTS, MICRO_BATCH, gpu_defaults
+from gspo.cli.rundir.gpu_defaults import CHECKPOINTING, COMPUTED, ENGINE, ENGINE_ARGUMENTS, MICRO_BATCH, gpu_defaults
 from gspo.common.config.loading import key_value, parse_config, read_mapping
 from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
@@ -54,6 +54,8 @@ class UserConfig:
         if gpus or vllm_for_gpus():
             on_gpus = {key.name: key.on_gpus for key in explain()}
             values = {name: on_gpus[name] for name in left_out if name not in COMPUTED}
+            if CHECKPOINTING in left_out:  # it saves memory, whose size may not be known
+                values[CHECKPOINTING] = True
         config = self._completed(values)
         if MICRO_BATCH in left_out:
             values[MICRO_BATCH] = config.micro_batch_tokens

@@ -151,7 +151,7 @@ class LearnerConfig(Section):
     gradient_checkpointing: bool = Field(
         False,
         description="Recompute activations in the backward pass: less memory, more time",
-        json_schema_extra={**ON_RESUME, ON_GPUS: True},
+        json_schema_extra={**ON_RESUME, ON_GPUS: "true if memory needs it"},
     )
     torch_compile: bool = Field(
         False,

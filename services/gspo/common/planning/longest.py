@@ -1,4 +1,7 @@
-"""The longest rollout that a generator can serve, the longest that a rank can train, and the micro-batch that fits."""
+"""The longest rollout that a generator can serve, the longest that a rank can train, and the micro-batch that fits.
+
+With the micro-batch goes the choice whether the backward pass computes activations again.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from gspo.common.planning.model_profile import ModelProfile
 _MOST_TOKENS = 1 << 24
 # A default micro-batch beyond these saves little.
 _MOST_FILLED, _STEP_TOKENS = 65_536, 1024
+# Assumed: a micro-batch that keeps a GPU busy. From here on a larger one saves less than activations that are kept.
+_ENOUGH_TOKENS = 8192
 
 
 def engine_share(config: Config) -> float:
@@ -86,34 +91,61 @@ def trainable_bound(
         reserve_bytes: Bytes of the GPU that the plan leaves free beside them.
     """
 
-    def most_within(num_bytes: float) -> int:
-        def fits(num_tokens: int) -> bool:
-            changed = config.with_keys(learner={"micro_batch_tokens": max(1, num_tokens)})
-            return rank_memory(changed, size, ranks, profile=profile).peak <= num_bytes
+    bound = micro_batch_bound(config, profile, size, ranks, free_bytes, reserve_bytes)
+    if config.algorithm.rollout_length:  # each branch of a rollout has positions of its own
+        return bound
+    return MemoryBound(_within_positions(bound.planned, profile), _within_positions(bound.most, profile))
 
-        most = _largest(fits, _MOST_TOKENS)
-        # Each branch of a rollout has positions of its own.
-        return most if config.algorithm.rollout_length else _within_positions(most, profile)
+
+def micro_batch_bound(
+    config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, free_bytes: float, reserve_bytes: float
+) -> MemoryBound:
+    """The largest micro-batch of a rank; arguments as `trainable_bound`."""
+
+    def most_within(num_bytes: float) -> int:
+        return _largest(lambda tokens: _fits(config, profile, size, ranks, num_bytes, max(1, tokens)), _MOST_TOKENS)
 
     return MemoryBound(most_within(free_bytes), most_within(free_bytes + reserve_bytes))
 
 
-def fitting_micro_batch(config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, free_bytes: float) -> int:
-    """Tokens of the largest useful micro-batch that fits on a GPU, and at least the longest rollout.
+def useful_tokens(config: Config, ranks: int) -> int:
+    """Tokens of a mini-batch of the longest rollouts, divided over the ranks: no micro-batch has more."""
+    algorithm, groups_of_ranks = config.algorithm, max(1, ranks // config.learner.sequence_ranks)
+    return algorithm.longest_rollout * -(-algorithm.num_rollouts // (algorithm.num_mini_batches * groups_of_ranks))
 
-    No micro-batch needs more than a mini-batch of the longest rollouts, divided over the ranks.
-    """
-    algorithm = config.algorithm
-    longest = algorithm.longest_rollout
-    groups_of_ranks = max(1, ranks // config.learner.sequence_ranks)
-    useful = longest * -(-algorithm.num_rollouts // (algorithm.num_mini_batches * groups_of_ranks))
+
+def fitting_micro_batch(config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, free_bytes: float) -> int:
+    """Tokens of the largest useful micro-batch that fits on a GPU, and at least the longest rollout."""
+    longest = config.algorithm.longest_rollout
 
     def fits(num_steps: int) -> bool:
-        changed = config.with_keys(learner={"micro_batch_tokens": max(1, num_steps * _STEP_TOKENS)})
-        return rank_memory(changed, size, ranks, profile=profile).peak <= free_bytes
+        return _fits(config, profile, size, ranks, free_bytes, max(1, num_steps * _STEP_TOKENS))
 
-    most = min(useful, max(_MOST_FILLED, longest))
+    most = min(useful_tokens(config, ranks), max(_MOST_FILLED, longest))
     return max(longest, _STEP_TOKENS * _largest(fits, -(-most // _STEP_TOKENS)))
+
+
+def needs_checkpointing(
+    config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, free_bytes: float, tokens: int | None = None
+) -> bool:
+    """Whether the backward pass has to compute activations again on a GPU with so many bytes for a rank.
+
+    Not if a micro-batch fits without that: the longest rollout, and 8,192 tokens where a mini-batch has as many.
+
+    Args:
+        tokens: The micro-batch that has to fit instead.
+    """
+    if tokens is None:
+        tokens = max(config.algorithm.longest_rollout, min(_ENOUGH_TOKENS, useful_tokens(config, ranks)))
+    kept = config.with_keys(learner={"gradient_checkpointing": False})
+    return not _fits(kept, profile, size, ranks, free_bytes, tokens)
+
+
+def _fits(
+    config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, num_bytes: float, num_tokens: int
+) -> bool:
+    changed = config.with_keys(learner={"micro_batch_tokens": num_tokens})
+    return rank_memory(changed, size, ranks, profile=profile).peak <= num_bytes
 
 
 def _within_positions(num_tokens: float, profile: ModelProfile) -> int:

@@ -75,6 +75,16 @@ def test_the_rules_choose(model: str, num_gpus: int, context: int, expected: tup
     assert (choice.ranks, choice.replicas, choice.parallel, *saving) == expected
 
 
+@pytest.mark.parametrize(("gib", "checkpoints"), [(80, False), (24, True)])
+def test_activations_are_kept_where_a_micro_batch_of_8192_tokens_fits_with_them(gib: int, checkpoints: bool) -> None:
+    choice = fitting(machine_of(4, gib=gib), model="Qwen3-0.6B")
+    profile, free = published_models()["Qwen3-0.6B"], gib * GIB - reserved_bytes(gib * GIB)
+    kept = choice.config.with_keys(learner={"gradient_checkpointing": False, "micro_batch_tokens": 8192})
+    fits = rank_memory(kept, trained_size_of(kept, profile), choice.ranks, profile=profile).peak <= free
+    assert choice.config.learner.gradient_checkpointing is (not fits) is checkpoints
+    assert choice.rank.peak <= free
+
+
 def test_ranks_take_more_gpus_before_they_offload() -> None:
     """States of 8 B parameters, without offload, need five GPUs of 48 GiB, and eight divide the rollouts."""
     choice = fitting(machine_of(12, gib=48, per_host=12))

@@ -10,13 +10,20 @@ import pytest
 
 from gspo.cli.processes.longest_rollout import check_longest, longest_rollout
 from gspo.cli.processes.placement import NO_GPUS, Placement, place
-from gspo.cli.processes.planned_memory import PlannedModel, memory_table, planned_memory, rank_of, read_planned_model
+from gspo.cli.processes.planned_memory import (
+    PlannedModel,
+    free_for_ranks,
+    memory_table,
+    planned_memory,
+    rank_of,
+    read_planned_model,
+)
 from gspo.cli.processes.programs import process_names
 from gspo.cli.rundir.user_config import user_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, Gpu
-from gspo.common.planning.longest import fitting_micro_batch
+from gspo.common.planning.longest import fitting_micro_batch, micro_batch_bound
 from gspo.common.planning.memory import policy_bytes, reserved_bytes
 from gspo.common.streams.keys import SERVICES
 from tests.support.gpu_machine import pretend_gpu_machine
@@ -182,6 +189,25 @@ def test_a_rank_without_enough_memory_gets_the_nearest_key(tmp_path: Path, model
     assert warning.endswith("or set learner.gradient_checkpointing: true")
     changed = run_of(tmp_path, longest=longest.planned + 1, ranks=2, zero_stage=1, gradient_checkpointing=True)
     assert check_longest(changed, on_gpus(changed, 8, 3), model) == []
+
+
+def test_a_micro_batch_that_no_gpu_holds_is_refused_with_the_nearest_that_fits(
+    tmp_path: Path, model: PlannedModel
+) -> None:
+    def checked(tokens: int) -> list[str]:
+        config = run_of(tmp_path, longest=4096, micro_batch_tokens=tokens, gradient_checkpointing=False)
+        return check_longest(config, on_gpus(config, 8), model)
+
+    config = run_of(tmp_path, longest=4096, gradient_checkpointing=False)
+    free = free_for_ranks(config, on_gpus(config, 8))
+    assert model.profile and free
+    bound = micro_batch_bound(config, model.profile, model.size, 1, *free)
+    assert 4096 < bound.planned < bound.most < 65_536  # a mini-batch has so many tokens
+    assert checked(bound.planned) == []
+    (warning,) = checked(bound.planned + 1)
+    assert f"a rank has memory for {bound.planned:,} by the plan. Set it to at most {bound.planned}" in warning
+    with pytest.raises(InputError, match=r"^learner\.micro_batch_tokens: .*learner\.gradient_checkpointing: true"):
+        checked(bound.most + 1)
 
 
 def test_the_default_micro_batch_is_filled_to_the_gpu_that_the_learner_gets(
