@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 
 from rich.console import Console
@@ -30,7 +31,8 @@ def select_keys(prefix: str) -> list[Key]:
     known: list[Key] = []  # each section is followed by the keys of one item of its lists
     for _, section in groupby(explain(), key=_section):
         keys = list(section)
-        known += [*keys, *(item for key in keys for item in item_keys(key))]
+        for kind in (keys, *map(item_keys, keys)):
+            known += [key for of_kind in _by_kind(kind).values() for key in of_kind]
     selected = [key for key in known if not prefix or key.name == prefix or key.name.startswith(f"{prefix}.")]
     if not selected:
         names = {key.name for key in known} | {key.name.split(".")[0] for key in known}
@@ -61,22 +63,31 @@ def print_keys(prefix: str, console: Console) -> None:
         console.print(Padding(Text(key.meaning), (0, 0, 1, 4)))
 
 
+def _by_kind(keys: Iterable[Key]) -> dict[str, list[Key]]:
+    """The keys by their owners, first those without one."""
+    kinds: dict[str, list[Key]] = {"": []}
+    for key in keys:
+        kinds.setdefault(key.owner, []).append(key)
+    return kinds
+
+
 def _kind(key: Key) -> str:
     return f"{key.type}, {key.bounds}" if key.bounds else key.type
 
 
 def markdown(prefix: str) -> str:
-    """The keys as Markdown, a table for each section."""
+    """The keys as Markdown, a table for each section: first the keys of all its kinds, then those of each."""
     selected = select_keys(prefix)
     parts = [] if prefix else _starting_table(selected)
     for section, keys in groupby(selected, key=_section):
         parts.append(
             f"## {section or 'The run'}\n\n| key | type | default | on resume | meaning |\n|---|---|---|---|---|"
         )
-        for key in keys:
-            changes = "may change" if key.on_resume else "fixed"
-            with_owner = f"{key.meaning}. With {key.owner}" if key.owner else key.meaning
-            parts.append(_row(f"`{key.name}`", _kind(key), f"`{key.default}`", changes, with_owner))
+        for owner, owned in _by_kind(keys).items():
+            parts += [_row(f"*with {owner}*", *[""] * 4)] if owner else []
+            for key in owned:
+                changes = "may change" if key.on_resume else "fixed"
+                parts.append(_row(f"`{key.name}`", _kind(key), f"`{key.default}`", changes, key.meaning))
         parts.append("")
     return "\n".join(parts)
 
