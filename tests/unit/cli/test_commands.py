@@ -460,7 +460,7 @@ BUCKET_GIB = 4 * 5 * 10**8 / 2**30
         # gradients twice, an offload as well. A full bucket is copied; ZeRO 3 also gathers 10**9 weights.
         ({}, 32 + BUCKET_GIB),
         ({"learner": {"ranks": 4}}, 4 * (16 + BUCKET_GIB) + 16),
-        ({"learner": {"ranks": 4, "zero_stage": 2}}, 4 * (4 + 2 + 3 + 2 * BUCKET_GIB) + 16),
+        ({"learner": {"ranks": 4, "zero_stage": 2}}, 4 * (4 + 2 + 2 + 2 * BUCKET_GIB) + 16),
         ({"learner": {"ranks": 4, "zero_stage": 3, "offload": "all"}}, 4 * (1 + 2 + 3 + 4 * BUCKET_GIB) + 16),
         ({"learner": {"lora": {"rank": 8}}}, 4 + 16),
         ({"staleness": {"max_lag": 1}}, 36 + BUCKET_GIB),
