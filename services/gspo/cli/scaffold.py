@@ -71,7 +71,7 @@ def write_example(folder: Path, model: str) -> tuple[list[Path], list[str]]:
     config, reward, prompts, held_out = paths
     if model == TINY:
         _copy_cold_start(folder)
-        path, notes = _MODEL, [f"\n{folder / _MODEL}: adds two numbers below 50, and a third of its answers are right"]
+        path, notes = _MODEL, [f"\n{folder / _MODEL}: adds two numbers below 50, and three of ten answers are right"]
     else:
         path, notes = _beside(folder, local) if local else (model, [])
         problems = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT)]
