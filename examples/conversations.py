@@ -265,6 +265,9 @@ def run(here: Path, folder: Path, runs: Path, seed: int, steps: int | None, file
     for section in ("environment", "agent"):
         if "path" in config.get(section, {}):
             config[section]["path"] = str(here / config[section]["path"])
+    for function in config.get("reward", {}).get("functions", []):
+        if "path" in function:
+            function["path"] = str(here / function["path"])
     for section, keys in json.loads((folder / MARKER).read_text(encoding="utf-8"))["keys"].items():
         config[section] |= keys
     if steps is not None:

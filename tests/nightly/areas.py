@@ -65,6 +65,7 @@ _COMMANDS = (
         60,
     ),
     Area("demo", "the README's first command, to its report", _python("examples/arithmetic/demo.py"), 15),
+    Area("reasoning", "tasks of reasoning-gym, to the report", _python("examples/reasoning/demo.py"), 30),
     Area("site", "the documentation as a site, every link and anchor", ("make", "docs"), 10),
     Area("browser", "HTTP APIs and the page against other sites, in Chromium", (*_PYTEST, *_PAGES), 20, "chromium"),
     Area("compose", "docker-compose.yml: build, run, scale, kill", _python("-m", "tests.compose"), 40),
