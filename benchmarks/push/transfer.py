@@ -25,6 +25,7 @@ from gspo.common.host.process_tuning import keep_freed_memory
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer, open_channel
 from gspo.common.weights import apply_changes, pack_changes, policy_digest
 from gspo.learner.push.policy_weights import FRAME_BYTES, PolicyWeights, WeightUpdate
+from gspo.learner.push.replicas import push_weights
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 
@@ -48,13 +49,13 @@ def send(folder: str, rates: Sequence[float], version: int) -> dict[str, Any]:
 async def _by_grpc(whole: PolicyWeights, changes: dict[str, WeightUpdate]) -> tuple[float, dict[str, float]]:
     with ReceiverProcess(_receive_grpc) as address:
         async with open_channel(address) as channel:
-            stub = generation_pb2_grpc.GenerationStub(channel)
+            push = push_weights(channel)
 
             async def seconds(update: WeightUpdate | None = None) -> float:
                 seconds_each = []
                 for _ in range(_ROUNDS):
                     began = time.monotonic()
-                    await stub.PushWeights(aiter(update or WeightUpdate(whole)), timeout=60)
+                    await push(aiter(update or WeightUpdate(whole)), timeout=60)
                     seconds_each.append(time.monotonic() - began)
                 return median(seconds_each[1:])
 

@@ -216,27 +216,27 @@ Global___Changes: _TypeAlias = Changes  # noqa: Y015
 
 @_typing.final
 class WeightFrame(_message.Message):
+    """The first of a push has the header alone. The others have runs of tensors: one run of elements, or many of changes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
-    TENSOR_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def header(self) -> Global___PushHeader: ...
     @_builtins.property
-    def tensor(self) -> Global___TensorFrame: ...
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorFrame]: ...
     def __init__(
         self,
         *,
         header: Global___PushHeader | None = ...,
-        tensor: Global___TensorFrame | None = ...,
+        tensors: _abc.Iterable[Global___TensorFrame] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "tensor", b"tensor", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "tensor", b"tensor", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["header", "tensor"]  # noqa: Y015
-    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightFrame: _TypeAlias = WeightFrame  # noqa: Y015
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypeVar
@@ -187,7 +187,7 @@ class Receiver:
         try:
             async for frame in frames:
                 self.num_frames += 1
-                await _uncancelled(asyncio.to_thread(self._write, frame.tensor))
+                await _uncancelled(asyncio.to_thread(self._write, frame.tensors))
         except StagingError:
             # With frames still on their way, the sender would see "Internal error" instead of the refusal.
             async for _ in frames:
@@ -196,12 +196,13 @@ class Receiver:
         finally:
             self._waits_for_frames = False
 
-    def _write(self, frame: TensorFrame) -> None:
-        if frame.HasField("changes"):
-            packed = Packed(frame.changes.num_listed, frame.changes.packed)
-            self._copies.change(frame.name, frame.offset, frame.num_elements, packed)
-        else:
-            self._copies.write(frame.name, frame.offset, frame.data)
+    def _write(self, tensors: Iterable[TensorFrame]) -> None:
+        for run in tensors:
+            if run.HasField("changes"):
+                packed = Packed(run.changes.num_listed, run.changes.packed)
+                self._copies.change(run.name, run.offset, run.num_elements, packed)
+            else:
+                self._copies.write(run.name, run.offset, run.data)
 
     async def _switch(self, header: PushHeader, digest: str, staged_s: float) -> PushResult:
         with self._service.activity.doing("loading weights", f"version {header.version}"):
@@ -277,7 +278,7 @@ def _mismatch(reason: str) -> PushRefusedError:
 
 async def _header(frames: AsyncIterator[WeightFrame]) -> PushHeader:
     first = await anext(aiter(frames), None)
-    if first is None or first.WhichOneof("what") != "header":
+    if first is None or not first.HasField("header"):
         raise _precondition("a push begins with its header")
     return first.header
 

@@ -36,6 +36,7 @@ from gspo_proto.generation_pb2 import (
     GenerateRequest,
     GeneratorDescription,
     PushResult,
+    WeightFrame,
 )
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from gspo_proto.rollout_pb2 import (
@@ -189,9 +190,8 @@ async def test_pushes_take_hold_or_change_nothing(running: RunningGenerator) -> 
     assert (await push(running, first)).digest == first.digest
 
     # Changes only; the tensors that did not change are not sent.
-    assert {frame.tensor.name async for frame in WeightUpdate(second, first)} == {
-        name for name in second.bits if "norm" in name
-    }
+    frames = [WeightFrame.FromString(frame) async for frame in WeightUpdate(second, first)]
+    assert {run.name for frame in frames for run in frame.tensors} == {name for name in second.bits if "norm" in name}
     assert (await push(running, second, base=first)).version == 2
 
     with pytest.raises(PushFailedError) as wrong_base:

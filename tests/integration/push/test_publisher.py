@@ -42,7 +42,8 @@ def flipped(frame: WeightFrame) -> WeightFrame:
     """One bit of the weights is another."""
     broken = WeightFrame()
     broken.CopyFrom(frame)
-    broken.tensor.data = bytes([frame.tensor.data[0] ^ 1]) + frame.tensor.data[1:]
+    data = frame.tensors[0].data
+    broken.tensors[0].data = bytes([data[0] ^ 1]) + data[1:]
     return broken
 
 

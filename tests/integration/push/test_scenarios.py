@@ -18,7 +18,7 @@ from gspo.common.telemetry.metrics import PUSH_FAILURES
 from gspo.common.weights import TimeLimit
 from gspo.learner.push import replicas
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
-from gspo_proto.generation_pb2 import PushResult, WeightFrame
+from gspo_proto.generation_pb2 import PushResult
 from tests.support.push_peers import PublishingLearner, generator, learner, policy, run_config, serve
 from tests.support.service_process import make_run
 
@@ -84,7 +84,7 @@ class FramesOfOneLink(WeightUpdate):
     def __init__(self, policy: PolicyWeights, base: PolicyWeights | None = None) -> None:
         super().__init__(policy, base, frame_bytes=6000)
 
-    async def __aiter__(self) -> AsyncIterator[WeightFrame]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         async for frame in super().__aiter__():
             async with self.link:
                 await asyncio.sleep(0.05)

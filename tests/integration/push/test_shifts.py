@@ -122,7 +122,7 @@ async def test_a_push_in_the_learners_shift_is_refused_and_wakes_nobody(
         async def frames() -> AsyncIterator[WeightFrame]:
             yield WeightFrame(header=update.header("test", 1, learning.service.uid))
             async for frame in update:
-                yield frame
+                yield WeightFrame.FromString(frame)
 
         async with open_channel(target.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -62,7 +62,7 @@ SAMPLE = SampleRequest(
     request_id="garbage", token_ids=[1, 2], sampling=Sampling(temperature=1.0, max_tokens=4, top_p=1)
 )
 PUSH = WeightFrame(header=PushHeader(run="another", epoch=1, version=1)).SerializeToString()
-FRAME = WeightFrame(tensor=TensorFrame(name="x", offset=1, num_elements=1, data=b"1234"))
+FRAME = WeightFrame(tensors=[TensorFrame(name="x", offset=1, num_elements=1, data=b"1234")])
 NUM_OF_A_CALL = 20
 
 

@@ -111,7 +111,7 @@ async def test_a_learner_that_read_another_model_is_refused_for_good() -> None:
     async def frames() -> AsyncIterator[WeightFrame]:
         yield WeightFrame(header=PushHeader(run="run", epoch=1, dtype="float32", digest=digest, num_tensors=2))
         for name, bits in pushed.items():
-            yield WeightFrame(tensor=TensorFrame(name=name, data=bits.tobytes()))
+            yield WeightFrame(tensors=[TensorFrame(name=name, data=bits.tobytes())])
 
     async def go_ahead() -> None:
         pass

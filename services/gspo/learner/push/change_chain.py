@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from gspo.learner.push.policy_weights import UpdateKind, WeightUpdate
-from gspo_proto.generation_pb2 import PushHeader, WeightFrame
+from gspo_proto.generation_pb2 import PushHeader
 
 # Of a policy's bytes; more changes than that come near to a push of every element.
 _MOST_KEPT_SHARE = 0.25
@@ -36,7 +36,7 @@ class ChainedChanges:
         header.base_digest = self.base_digest
         return header
 
-    async def __aiter__(self) -> AsyncIterator[WeightFrame]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         for link in self._links:
             async for frame in link:
                 yield frame

@@ -6,6 +6,7 @@ A push compares and sends bits, so that no number changes.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,13 +17,13 @@ from numpy.typing import NDArray
 
 from gspo.common.weights import Bits, pack_changes, policy_digest
 from gspo.learner.training.trainer_api import NotFiniteError
-from gspo_proto.generation_pb2 import PushHeader, WeightFrame
+from gspo_proto.generation_pb2 import Changes, PushHeader, TensorFrame, WeightFrame
 
 UpdateKind = Literal["full", "changes"]
 # Far below gRPC's limit for a message. Larger ones are slower (4 MiB: a third of the rate): each copy of one is memory
 # that the allocator takes from the system anew.
 FRAME_BYTES = 2**20
-# Frames that are packed before they are asked for, each in a thread.
+# Runs of elements that are packed at a time, each in a thread.
 PACKING_THREADS = 4
 _BITS = {torch.float32: torch.uint32, torch.bfloat16: torch.uint16, torch.float16: torch.uint16}
 
@@ -95,7 +96,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 class WeightUpdate:
     """A version for generators: a header and frames, which may be iterated several times.
 
-    Changes are packed in threads while earlier frames are sent, and kept, so that several generators cost one packing.
+    A frame is the bytes of a WeightFrame. Changes are packed in threads and written into frames once for all
+    generators, while the first frames are sent already.
 
     Attributes:
         target: The version that it brings.
@@ -103,22 +105,25 @@ class WeightUpdate:
 
     Args:
         base: The version that the receiver has; None if it needs every element.
-        frame_bytes: Most bytes of weights in one frame.
+        frame_bytes: Most bytes of weights in one run of elements; a frame of changes ends with the run that fills it.
     """
 
     def __init__(
         self, policy: PolicyWeights, base: PolicyWeights | None = None, frame_bytes: int = FRAME_BYTES
     ) -> None:
         self.target, self.base_digest = policy.facts, base.digest if base else ""
-        # Changes let both go once they are packed.
-        self._policy: PolicyWeights | None = policy
-        self._base = base
+        self._policy = None if base else policy
+        # Let go once the changes are packed.
+        self._versions = (policy, base) if base else None
+        self._frame_bytes = frame_bytes
         self._runs = [
             (name, slice(start, start + frame_bytes // bits.itemsize))
             for name, bits in policy.bits.items()
             for start in range(0, bits.size, frame_bytes // bits.itemsize)
         ]
-        self._packed: dict[int, asyncio.Future[WeightFrame | None]] = {}
+        self._frames: list[bytes] = []
+        self._packing: asyncio.Task[None] | None = None
+        self._grown = asyncio.Event()
 
     @property
     def kind(self) -> UpdateKind:
@@ -140,39 +145,70 @@ class WeightUpdate:
         )
 
     async def pack(self) -> int:
-        """Pack all changes, and let both policies go: from now on only the packed frames are kept.
+        """Pack all changes, and let both policies go: from now on only the frames are kept.
 
         Returns:
-            The bytes of the frames.
+            The bytes of the frames; 0 for a version with every element, whose frames are made as they are sent.
         """
-        num_bytes = sum([frame.ByteSize() async for frame in self._changes()])
-        self._policy = self._base = None
-        return num_bytes
+        await self._begin_packing()
+        return sum(map(len, self._frames))
 
-    def __aiter__(self) -> AsyncIterator[WeightFrame]:
-        if self.base_digest or self._policy is None:
-            return self._changes()
-        return self._elements(self._policy)
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._elements(self._policy) if self._policy else self._changes()
 
-    async def _elements(self, policy: PolicyWeights) -> AsyncIterator[WeightFrame]:
+    async def _elements(self, policy: PolicyWeights) -> AsyncIterator[bytes]:
         for name, run in self._runs:
             # To copy so little takes less time than to hand it to a thread.
-            yield _whole(name, run, policy.bits[name].reshape(-1)[run])
+            yield _serialized([_whole(name, run, policy.bits[name].reshape(-1)[run])])
 
-    async def _changes(self) -> AsyncIterator[WeightFrame]:
-        for number in range(len(self._runs)):
-            for ahead in range(number, min(number + PACKING_THREADS, len(self._runs))):
-                if ahead not in self._packed and self._policy and self._base:
-                    packing = asyncio.to_thread(_packed_run, self._policy, self._base, *self._runs[ahead])
-                    self._packed[ahead] = asyncio.ensure_future(packing)
-                    self._packed[ahead].add_done_callback(_ignore_result)
-            # Another push may wait for the same frame when this one is cancelled.
-            frame = await asyncio.shield(self._packed[number])
-            if frame is not None:
-                yield frame
+    async def _changes(self) -> AsyncIterator[bytes]:
+        packing, number = self._begin_packing(), 0
+        while number < len(self._frames) or not packing.done():
+            if number == len(self._frames):
+                self._grown.clear()
+                await self._grown.wait()
+                continue
+            yield self._frames[number]
+            number += 1
+        packing.result()  # raises its failure
+
+    def _begin_packing(self) -> asyncio.Task[None]:
+        """The packing: the first that needs it begins it, and the end of a push does not end it."""
+        if self._packing is None:
+            self._packing = asyncio.create_task(self._pack())
+            self._packing.add_done_callback(self._end_packing)
+        return self._packing
+
+    def _end_packing(self, packing: asyncio.Task[None]) -> None:
+        self._grown.set()
+        if not packing.cancelled():
+            packing.exception()  # raised where the packing is awaited, if it is
+
+    async def _pack(self) -> None:
+        if self._versions is None:
+            return
+        waiting: deque[asyncio.Task[TensorFrame | None]] = deque()
+        filled: list[TensorFrame] = []
+        for run in [*self._runs, *[None] * PACKING_THREADS]:
+            if run is not None:
+                waiting.append(asyncio.create_task(asyncio.to_thread(_packed_run, *self._versions, *run)))
+            if len(waiting) > PACKING_THREADS or (run is None and waiting):
+                packed = await waiting.popleft()
+                filled += [packed] if packed else []
+                if sum(len(tensor.data) + len(tensor.changes.packed) for tensor in filled) >= self._frame_bytes:
+                    self._add(filled)
+        self._add(filled)
+        self._versions = None
+
+    def _add(self, filled: list[TensorFrame]) -> None:
+        """Write a frame, and wake the pushes that wait for it."""
+        if filled:
+            self._frames.append(_serialized(filled))
+            filled.clear()
+            self._grown.set()
 
 
-def _packed_run(policy: PolicyWeights, base: PolicyWeights, name: str, run: slice) -> WeightFrame | None:
+def _packed_run(policy: PolicyWeights, base: PolicyWeights, name: str, run: slice) -> TensorFrame | None:
     """The changes in a run, or all of it if that is less; None without a change."""
     new = policy.bits[name].reshape(-1)[run]
     packed = pack_changes(new, base.bits[name].reshape(-1)[run])
@@ -180,25 +216,13 @@ def _packed_run(policy: PolicyWeights, base: PolicyWeights, name: str, run: slic
         return None
     if len(packed.data) >= new.nbytes:
         return _whole(name, run, new)
-    frame = _frame(name, run, new)
-    frame.tensor.changes.num_listed, frame.tensor.changes.packed = packed
-    return frame
+    changes = Changes(num_listed=packed.num_listed, packed=packed.data)
+    return TensorFrame(name=name, offset=run.start, num_elements=len(new), changes=changes)
 
 
-def _ignore_result(packed: asyncio.Future[WeightFrame | None]) -> None:
-    """A failure is raised where its frame is awaited; frames ahead of it may never be awaited."""
-    if not packed.cancelled():
-        packed.exception()
+def _whole(name: str, run: slice, elements: Bits) -> TensorFrame:
+    return TensorFrame(name=name, offset=run.start, num_elements=len(elements), data=elements.tobytes())
 
 
-def _whole(name: str, run: slice, elements: Bits) -> WeightFrame:
-    frame = _frame(name, run, elements)
-    frame.tensor.data = elements.tobytes()
-    return frame
-
-
-def _frame(name: str, run: slice, elements: Bits) -> WeightFrame:
-    """A frame without its elements: they are put into it in place, because a message put into another is copied."""
-    frame = WeightFrame()
-    frame.tensor.name, frame.tensor.offset, frame.tensor.num_elements = name, run.start, len(elements)
-    return frame
+def _serialized(tensors: list[TensorFrame]) -> bytes:
+    return WeightFrame(tensors=tensors).SerializeToString()

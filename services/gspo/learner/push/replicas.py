@@ -17,7 +17,14 @@ import grpc
 from gspo.common.network.grpc_server import ADMITTED
 from gspo.common.streams.instances import Instance
 from gspo.learner.push.policy_weights import PolicyFacts
-from gspo_proto.generation_pb2 import DescribeRequest, GeneratorDescription, PushHeader, PushResult, WeightFrame
+from gspo_proto.generation_pb2 import (
+    DESCRIPTOR,
+    DescribeRequest,
+    GeneratorDescription,
+    PushHeader,
+    PushResult,
+    WeightFrame,
+)
 from gspo_proto.generation_pb2_grpc import GenerationStub
 
 State = Literal["current", "behind", "out"]
@@ -99,18 +106,19 @@ class GeneratorReplica:
         return description
 
     async def push(
-        self, header: PushHeader, frames: AsyncIterator[WeightFrame], *, limit_s: float, on_sent: Callable[[], None]
+        self, header: PushHeader, frames: AsyncIterator[bytes], *, limit_s: float, on_sent: Callable[[], None]
     ) -> tuple[PushResult, int]:
         """Send a version within `limit_s`; the generator's answer, and the bytes of the frames.
 
         Args:
+            frames: Each as the bytes of a WeightFrame, which are written once for all generators.
             on_sent: Called when nothing more is sent, whether the push failed or the generator now stages and loads.
 
         Raises:
             PushFailedError: The generator refused the version, or does not serve it in time.
         """
         with _push_failures():
-            call = GenerationStub(self._channel).PushWeights(timeout=limit_s, metadata=self._metadata)
+            call = push_weights(self._channel)(timeout=limit_s, metadata=self._metadata)
             try:
                 async with asyncio.timeout(None) as self._limit:
                     try:
@@ -185,13 +193,20 @@ def _push_failures() -> Iterator[None]:
         raise PushFailedError(error.code(), error.details() or "") from error
 
 
-async def _transmit(call: Any, header: PushHeader, frames: AsyncIterator[WeightFrame]) -> int:
+def push_weights(channel: grpc.aio.Channel) -> Any:
+    """The call PushWeights, with frames as bytes: the generated stub would serialize them for each generator."""
+    method = DESCRIPTOR.services_by_name["Generation"].methods_by_name["PushWeights"]
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    return channel.stream_unary(path, response_deserializer=PushResult.FromString)
+
+
+async def _transmit(call: Any, header: PushHeader, frames: AsyncIterator[bytes]) -> int:
     """Write header and frames; how many bytes the frames are. If the call has ended, its answer has the reason."""
     num_bytes = 0
     with contextlib.suppress(asyncio.InvalidStateError):
         if await _is_admitted(call, header):
             async for frame in frames:
-                num_bytes += frame.ByteSize()
+                num_bytes += len(frame)
                 await call.write(frame)
             await call.done_writing()
     return num_bytes
@@ -201,7 +216,7 @@ async def _is_admitted(call: Any, header: PushHeader) -> bool:
     """Send the header alone: a refusal that met frames on their way would be lost to "Internal error"."""
     try:
         async with asyncio.timeout(_ADMIT_TIMEOUT_S):
-            await call.write(WeightFrame(header=header))
+            await call.write(WeightFrame(header=header).SerializeToString())
             # They come with a refusal too.
             return ADMITTED in tuple(await call.initial_metadata())
     except TimeoutError as error:

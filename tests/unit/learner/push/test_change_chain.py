@@ -12,6 +12,7 @@ from gspo.common.weights import Packed, apply_changes
 from gspo.learner.push import policy_weights
 from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
+from gspo_proto.generation_pb2 import WeightFrame
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 NUM_ELEMENTS = 4000
@@ -41,8 +42,8 @@ async def chain_of(policies: list[PolicyWeights], max_length: int) -> ChangeChai
 async def applied(changes: ChainedChanges, to: PolicyWeights) -> np.ndarray:
     bits = to.bits["a"].copy()
     async for frame in changes:
-        packed = frame.tensor.changes
-        apply_changes(bits[frame.tensor.offset :], Packed(packed.num_listed, packed.packed))
+        for run in WeightFrame.FromString(frame).tensors:
+            apply_changes(bits[run.offset :], Packed(run.changes.num_listed, run.changes.packed))
     return bits
 
 

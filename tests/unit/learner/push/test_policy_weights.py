@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from gspo.common.weights import Packed, pack_changes
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.learner.push import policy_weights
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
+from gspo_proto.generation_pb2 import TensorFrame, WeightFrame
 
 SHAPES = {"a": (40, 30), "b": (7,), "c": (5, 5)}
 
@@ -34,11 +36,15 @@ def small_frames(policy: PolicyWeights, base: PolicyWeights | None = None) -> We
     return WeightUpdate(policy, base, frame_bytes=512)
 
 
+async def tensors_of(update: WeightUpdate) -> list[TensorFrame]:
+    """The runs of all frames."""
+    return [run async for frame in update for run in WeightFrame.FromString(frame).tensors]
+
+
 async def staged_after(sent: WeightUpdate, base: PolicyCopies | None, dtype: str) -> PolicyCopies:
     copies = base or PolicyCopies(SHAPES, dtype)
     copies.begin(changes=base is not None)
-    async for whole in sent:
-        frame = whole.tensor
+    for frame in await tensors_of(sent):
         if frame.HasField("changes"):
             packed = Packed(frame.changes.num_listed, frame.changes.packed)
             copies.change(frame.name, frame.offset, frame.num_elements, packed)
@@ -54,11 +60,21 @@ async def test_a_whole_push_and_then_changes_rebuild_the_policy(dtype: torch.dty
     assert first.digest != second.digest
     copies = await staged_after(small_frames(first), None, first.dtype)
     assert copies.serving_digest() == first.digest
-    assert (await staged_after(small_frames(second, first), copies, second.dtype)).serving_digest() == second.digest
+    third, fourth = policy(3, changed={"a": 0.05, "b": 0.5}, dtype=dtype), policy(4, changed={"c": 0.2}, dtype=dtype)
+    for base, newest in pairwise((first, second, third, fourth)):
+        copies = await staged_after(small_frames(newest, base), copies, newest.dtype)
+        assert copies.serving_digest() == newest.digest
+
+
+async def test_a_frame_has_the_changes_of_many_runs() -> None:
+    frames = [frame async for frame in small_frames(policy(2, changed=dict.fromkeys(SHAPES, 0.02)), policy(1))]
+    assert len(frames) == 1 and len(WeightFrame.FromString(frames[0]).tensors) > 3
+    larger = [frame async for frame in small_frames(policy(2, changed=dict.fromkeys(SHAPES, 1.0)), policy(1))]
+    assert len(larger) > 1 and all(len(frame) >= 512 for frame in larger[:-1])
 
 
 async def test_no_frame_is_larger_than_a_frame_may_be() -> None:
-    sent = [frame.tensor async for frame in small_frames(policy(1))]
+    sent = await tensors_of(small_frames(policy(1)))
     assert [(frame.name, frame.offset, frame.num_elements) for frame in sent] == [
         ("a", start, min(256, 1200 - start)) for start in range(0, 1200, 256)
     ] + [("b", 0, 7), ("c", 0, 25)]
@@ -66,7 +82,7 @@ async def test_no_frame_is_larger_than_a_frame_may_be() -> None:
 
 
 async def test_only_what_changed_is_sent_and_it_is_small() -> None:
-    sent = [frame.tensor async for frame in small_frames(policy(2, changed={"a": 0.02}), policy(1))]
+    sent = await tensors_of(small_frames(policy(2, changed={"a": 0.02}), policy(1)))
     assert {frame.name for frame in sent} == {"a"}
     assert all(frame.HasField("changes") and not frame.data for frame in sent)
     assert sum(frame.ByteSize() for frame in sent) < 0.2 * 2 * 1200
@@ -78,7 +94,7 @@ async def test_changes_that_would_be_larger_than_the_elements_are_sent_as_elemen
         name: torch.randint(0x7F00, shape, generator=chance, dtype=torch.int16).view(torch.bfloat16)
         for name, shape in SHAPES.items()
     }
-    sent = [frame.tensor async for frame in small_frames(weights_from(2, others), policy(1))]
+    sent = await tensors_of(small_frames(weights_from(2, others), policy(1)))
     assert all(frame.data and not frame.HasField("changes") for frame in sent)
     assert max(len(frame.data) for frame in sent) == 512
 
@@ -121,4 +137,4 @@ async def test_packed_changes_need_none_of_their_policies() -> None:
             gc.collect()
             await asyncio.sleep(0.01)
     assert [frame async for frame in update] == ahead
-    assert num_bytes == sum(frame.ByteSize() for frame in ahead)
+    assert num_bytes == sum(map(len, ahead))
