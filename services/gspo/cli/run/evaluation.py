@@ -84,7 +84,7 @@ def evaluate(spec: EvaluationSpec, out: Path | None, *, plain: bool, console: Co
         if is_new:
             out.unlink()
     measured = measure(spec, plain=plain, console=console)
-    _print(measured, console)
+    _print(spec, measured, console)
     if out is not None:
         out.write_text(json.dumps(_result(spec, measured), indent=2) + "\n")
         console.print(f"written to {out}", highlight=False)
@@ -156,11 +156,10 @@ def in_order(figures: dict[str, float]) -> dict[str, float]:
     return {name: figures[name] for name in sorted(figures, key=place)}
 
 
-def _print(measured: Measured, console: Console) -> None:
-    """Print a column for each file, with the file's name above it if there are several."""
+def _print(spec: EvaluationSpec, measured: Measured, console: Console) -> None:
+    """Print a column for each file, below its name, with standard errors over prompts."""
     table = Table.grid(padding=(0, 2))
-    if len(measured) > 1:
-        table.add_row("", *(Text(name, "bold") for name in measured))
+    table.add_row("", *(Text(name or spec.prompts[0].name, "bold") for name in measured))
     names = dict.fromkeys(name for figures in measured.values() for name in figures if not name.endswith("_stderr"))
     for name in names:
         label = re.sub("^(pass|best)_at_", r"\1@", name).replace("_", " ")
