@@ -245,8 +245,9 @@ def test_the_page_says_why_sequences_are_outside_the_clip(ended: Path) -> None:
     causes = write_report(ended)["outside_clip"]
     assert (causes["noise"], causes["lag"], causes["movement"]) == pytest.approx((0.05, 0.25, 0.15))
     assert causes["noise_clip"] == 0.0011
-    assert "45.0% of sequences, mean of 20 steps: 5.0% by the engines&#39; noise, 25.0% by lag, 15.0% by the" in page(
-        ended
+    assert (
+        "45.0% ± 0.0% of sequences, mean of 20 steps ± standard error: 5.0% ± 0.0% by the engines&#39; noise (measured "
+        "in 10 of 20 steps), 25.0% ± 0.0% by lag, 15.0% ± 0.0% by the" in page(ended)
     )
 
 

@@ -23,10 +23,13 @@ def test_the_parts_are_means_that_add_up() -> None:
     assert (causes.noise_clip, causes.largest) == (0.002, "lag")
 
 
-def test_no_part_is_below_zero_by_chance() -> None:
-    causes = clip_causes([step(0.3, 0.35, outside_clip_noise=0.4)])
+def test_a_part_below_zero_by_chance_stays_so_and_has_its_error() -> None:
+    causes = clip_causes([step(0.3, 0.4, outside_clip_noise=0.45), step(0.3, 0.3), step(0.3, 0.35)])
     assert causes is not None
-    assert (causes.noise, causes.lag, causes.movement) == (0.3, 0.0, 0.0)
+    assert (causes.noise, causes.lag, causes.movement) == pytest.approx((0.45, -0.1, -0.05))
+    # A standard deviation of 0.05 over three steps; one measured noise has no error, and so has none of the lag.
+    assert causes.errors == pytest.approx({"outside": 0.0, "at_start": 0.05 / 3**0.5, "movement": 0.05 / 3**0.5})
+    assert causes.in_words("movement") == "-5.0% ± 2.9%"
 
 
 def test_an_unknown_part_is_no_zero(minimal: dict[str, Any]) -> None:
@@ -36,8 +39,8 @@ def test_an_unknown_part_is_no_zero(minimal: dict[str, Any]) -> None:
     assert (causes.noise, causes.lag, causes.largest) == (None, None, "")
     lagging = configured(minimal, staleness={"max_lag": 1})
     assert clip_causes_line(steps, lagging) == (
-        "Outside the clip: 42.0% of sequences, mean of 2 steps: 30.0% by noise and lag together (the noise is "
-        "not measured yet), 12.0% by the policy's movement within a step"
+        "Outside the clip: 42.0% ± 0.0% of sequences, mean of 2 steps ± standard error: 30.0% ± 0.0% by noise and lag "
+        "together (the noise is not measured yet), 12.0% ± 0.0% by the policy's movement within a step"
     )
     off = configured(minimal, staleness={"max_lag": 1}, learner={"mismatch_every": 0})
     assert "together (learner.mismatch_every: 0)" in clip_causes_line(steps, off)
@@ -51,5 +54,7 @@ def test_known_parts_are_in_the_sentence(minimal: dict[str, Any]) -> None:
     line = clip_causes_line([step(0.42, 0.33, outside_clip_noise=0.03)], configured(minimal))
     assert line.endswith("42.0% of sequences: 3.0% by the engines' noise, 30.0% by lag, 9.0% by the policy's movement "
                          "within a step")  # fmt: skip
+    steps = [step(0.42, 0.33, outside_clip_noise=0.03), step(0.42, 0.33)]
+    assert "3.0% by the engines' noise (measured in 1 of 2 steps), " in clip_causes_line(steps, configured(minimal))
     assert clip_causes_line([{"reward_mean": 1.0}], configured(minimal)) == ""
     assert clip_causes([]) is None

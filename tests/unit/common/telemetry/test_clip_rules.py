@@ -98,7 +98,7 @@ def test_the_remedy_of_the_largest_cause_comes_first(minimal: dict[str, Any]) ->
         figures = steps(10, **outside, outside_clip_at_start=start, outside_clip_noise=noise)
         text = advice(figures, configured(minimal))["clipped_too_much"]
         assert f"Try {remedy}" in text, remedy
-        assert f"{noise:.1%} by the engines' noise" in text
+        assert f"{noise:.1%} ± 0.0% by the engines' noise" in text
 
 
 def test_a_bound_of_weights_calls_for_no_advice_on_lost_signal(minimal: dict[str, Any]) -> None:
