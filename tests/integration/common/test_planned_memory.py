@@ -34,7 +34,9 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(
     ("models", "case"),
     [
-        *((TENS, case) for case in CASES),
+        (TENS, CASES[0]),
+        pytest.param(TENS, CASES[1], marks=pytest.mark.long),
+        (TENS, CASES[2]),
         *(pytest.param(HUNDREDS, case, marks=pytest.mark.long) for case in CASES),
     ],
     indirect=["models"],

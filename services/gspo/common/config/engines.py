@@ -60,7 +60,7 @@ class GenerationConfig(Section):
         "float32", description="Weights and arithmetic of generation", json_schema_extra={ON_GPUS: "bfloat16"}
     )
     replicas: PositiveInt = Field(
-        1, le=64, description="Generators that `gspo run` starts", json_schema_extra={ON_GPUS: "a balanced split"}
+        1, le=4096, description="Generators that `gspo run` starts", json_schema_extra={ON_GPUS: "a balanced split"}
     )
     on_update: Literal["recompute", "keep", "restart"] = Field(
         "recompute",
@@ -174,7 +174,7 @@ class LearnerConfig(Section):
     ranks: int = Field(
         1,
         ge=0,
-        le=64,
+        le=4096,
         description="Ranks that the learner starts on this machine, one for each GPU. 0: you start them, for "
         "several hosts",
         json_schema_extra={**ON_RESUME, ON_GPUS: "a balanced split"},
@@ -182,7 +182,7 @@ class LearnerConfig(Section):
     sequence_ranks: int = Field(
         1,
         ge=1,
-        le=64,
+        le=4096,
         description="Adjacent ranks that share each packed micro-batch, for long answers: each has a part of its "
         "positions. It divides the number of ranks and the model's heads",
         json_schema_extra=ON_RESUME,
