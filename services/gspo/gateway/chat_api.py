@@ -28,7 +28,7 @@ from gspo.common.config.engines import LEAST_TEMPERATURE
 from gspo.common.config.schema import Config
 from gspo.common.network.http_server import ASGIApp, BoundedBodies, Message, Receive, Scope, Send
 from gspo.common.service.app import Service
-from gspo.gateway.constraints import constraint
+from gspo.gateway.constraints import constraint, wants_calls
 from gspo.gateway.generators import Generators
 from gspo.gateway.policy_client import PolicyClient
 from gspo.gateway.sessions.recorder import Recorder
@@ -38,6 +38,7 @@ from gspo.gateway.whole_parser import whole_parser
 
 # A conversation of a million tokens, as text.
 _MAX_BODY_BYTES = 16 * 2**20
+_ANSWERED_WITH_CALLS = ("/v1/chat/completions", "/v1/messages")
 VERSION_HEADER = b"x-gspo-version"
 
 
@@ -142,6 +143,14 @@ async def _refuse_unsupported(request: Request, recorder: Recorder | None) -> No
     if key := constraint(body):
         rule = f"{key} constrains the answer, and here the policy's own distribution is sampled. Leave it out"
         raise VLLMValidationError(rule, parameter=key)
+    online = request.app.state.online_renderer
+    reads_calls = online.enable_auto_tools or online.use_harmony
+    if request.url.path in _ANSWERED_WITH_CALLS and wants_calls(body) and not reads_calls:
+        rule = (
+            "tools are described to the policy, but the run has no gateway.tool_parser to read its calls. Set that key "
+            "to the form of the model's calls, such as hermes, or send tool_choice none"
+        )
+        raise VLLMValidationError(rule, parameter="tools")
     temperature = body.get("temperature")
     if recorder is not None:
         recorder.has_calls = body.get("tool_choice") not in ("none", {"type": "none"})

@@ -1,4 +1,4 @@
-"""The keys of a request that would constrain an answer, in the words of each API that clients speak."""
+"""The keys of a request that the gateway refuses, in the words of each API that clients speak."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def constraint(body: Mapping[str, Any]) -> str:
             if _part(holder, "strict") is True:
                 return f"tools.{number}.{name}strict"
     return ""
+
+
+def wants_calls(body: Mapping[str, Any]) -> bool:
+    """Whether tool calls are to be read from the answer, which takes a parser."""
+    return bool(body.get("tools")) and _type_of(body.get("tool_choice")) != "none"
 
 
 def _type_of(value: Any) -> str:

@@ -198,10 +198,10 @@ def _check(params: SamplingParams) -> None:
     if params.logprobs:
         unknown.append("top_logprobs")
     if unknown:
-        raise VLLMValidationError(
-            f"{unknown[0]} is not supported here: the policy's own distribution is sampled. Leave it out",
-            parameter=unknown[0],
-        )
+        why = "the policy's own distribution is sampled. Leave it out"
+        if unknown[0] == "n":
+            why = "a request gets one answer. Send one for each"
+        raise VLLMValidationError(f"{unknown[0]} is not supported here: {why}", parameter=unknown[0])
 
 
 def _sampling(params: SamplingParams) -> Sampling:

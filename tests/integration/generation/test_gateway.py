@@ -102,6 +102,9 @@ async def test_an_answer_continues_under_new_weights(gateway: Gateway, tmp_path:
     assert f"{before}-{before + 1}" in spans
 
 
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
 async def test_an_answer_survives_its_generator(generator: SharedEngine, redis_url: str, tmp_path: Path) -> None:
     long = {**GREEDY, "max_tokens": 200}
     async with started_gateway(generator, redis_url, tmp_path / "run", num_generators=1) as gateway:
@@ -131,11 +134,12 @@ async def test_without_a_generator_the_client_gets_an_error_of_its_own_kind(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"n": 2, "temperature": 1.0}, "n is not supported here"),
+        ({"n": 2, "temperature": 1.0}, "n is not supported here: a request gets one answer"),
         ({"logit_bias": {"5": 1}}, "logit_bias is not supported here"),
         ({"presence_penalty": 0.5}, "presence_penalty is not supported here"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs is not supported here"),
         ({"response_format": {"type": "json_object"}}, "response_format constrains the answer"),
+        ({"tools": TOOLS}, "the run has no gateway.tool_parser to read its calls"),
         ({"messages": [{"role": "user", "content": "x" * 900}]}, "512"),
         ({"messages": []}, "empty conversation"),
         ({"temperature": -1}, "temperature"),
