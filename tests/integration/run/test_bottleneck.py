@@ -28,7 +28,8 @@ import time
 
 def reward(completions, **columns):
     time.sleep({seconds})
-    return [float(len(c) % 2) for c in completions]
+    # The rewards of a group differ: without a signal there is no advice on speed.
+    return [float(sum(str(c).encode()) % 2) for c in completions]
 """
 # The verdict is on the last five: the first two load what later ones have.
 _STEPS = 7

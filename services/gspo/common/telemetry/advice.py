@@ -269,4 +269,4 @@ def _are_long(times: Times) -> bool:
     """Whether the limit on answers may matter: some are cut off, or their mean is above half of it."""
     newest = times.steps[-1]
     mean = newest.get("response_tokens_mean", math.inf)
-    return newest.get("truncated_share", 0.0) > 0 or mean > times.config.algorithm.response_length / 2
+    return newest.get("truncated_share", 0.0) > 0 or mean >= times.config.algorithm.response_length / 2
