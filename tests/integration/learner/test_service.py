@@ -205,9 +205,15 @@ async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept
             while lines(config, "policy.jsonl")[-1]["version"] < version:
                 await asyncio.sleep(0.05)
 
-    async def doing() -> tuple[str, str, str]:
-        (instance,) = await list_instances(redis, keys, "learner")
-        return instance.activity["kind"], instance.activity["what"], instance.activity["detail"]
+    async def until_waiting_for(label: str, *, killed: str = "") -> str:
+        """The uid of the learner that waits for an evaluation; a killed one stays registered for a while."""
+        async with asyncio.timeout(120):
+            while True:
+                for instance in await list_instances(redis, keys, "learner"):
+                    activity = tuple(instance.activity[key] for key in ("kind", "what", "detail"))
+                    if instance.uid != killed and activity == ("waiting", "evaluation", label):
+                        return instance.uid
+                await asyncio.sleep(0.1)
 
     def best() -> int:
         return int(json.loads((config.run_dir / "best" / "best.json").read_text())["version"])
@@ -219,9 +225,7 @@ async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept
         await feeder.event("step_done")
         await feeder.feed(range(4, 8), 1)
         await recorded_version(2)
-        async with asyncio.timeout(60):
-            while await doing() != ("waiting", "evaluation", "v1"):
-                await asyncio.sleep(0.1)
+        killed = await until_waiting_for("v1")
         assert [line["step"] for line in lines(config, "metrics.jsonl")] == [1], "version 2 waits for the figures of 1"
         assert best() == 0
         await measured(1, 0.75)
@@ -236,9 +240,7 @@ async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept
     # Killed while version 3 waits for the figures of version 2, whose weights are in its candidate alone.
     assert (config.run_dir / "candidates" / "step-000002" / "model.safetensors").is_file()
     with service_process("learner", config, redis_url, "--resume") as process:
-        async with asyncio.timeout(120):
-            while not await list_instances(redis, keys, "learner") or await doing() != ("waiting", "evaluation", "v2"):
-                await asyncio.sleep(0.1)
+        await until_waiting_for("v2", killed=killed)
         await measured(2, 0.5)
         await feeder.event("training_done", timeout_s=120)
         assert not (config.run_dir / "candidates" / "step-000002").exists()
