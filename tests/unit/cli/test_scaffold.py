@@ -17,6 +17,8 @@ from gspo.common.config.loading import read_config
 from gspo.common.config.presets import fitting_clip
 from gspo.common.errors import InputError
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -121,11 +123,13 @@ for name in ("prompts.jsonl", "eval.jsonl"):
 def test_tiny_has_the_model_the_prompts_and_the_keys_of_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, folder = tmp_path / "cold_start.py", tmp_path / "example"
+    script, folder = tmp_path / "cold_start.py", tmp_path / "my-run"
     script.write_text(COLD_START)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(scaffold, "_COLD_START", script)
     monkeypatch.setattr(scaffold, "_CACHE", tmp_path / "cache")
-    write_example(folder, "tiny")
+    write_example(Path("my-run"), "tiny")
+    assert f"```yaml\n{(folder / 'config.yaml').read_text()}```\n" in (ROOT / "docs/start.md").read_text()
     config = read_config(folder / "config.yaml")
     assert (config.model.path, config.algorithm.clip) == (str(folder / "model"), (0.1, 0.1))
     assert config.learner.learning_rate == 2e-4
