@@ -14,6 +14,8 @@ from gspo_core.shapes import at_least_float32
 
 # Numbers that softmax works on at a time, 16 MiB in float32: from pass to pass they stay in the processor's cache.
 BLOCK_NUMBERS = 2**22
+# On a GPU so many, or so many rows: its time goes into starting kernels where blocks are small.
+_GPU_BLOCK_NUMBERS, _GPU_BLOCK_ROWS = 2**24, 256
 
 
 def token_logprobs(
@@ -184,8 +186,9 @@ def _chunks(
     """
     step = max(1, chunk_size // 2)
     num_rows, vocabulary = min(step, max(1, len(hidden_ND))), len(products.weight_VD)
-    # A GPU has no such cache, and its time goes into starting kernels where blocks are small.
-    rows_at_a_time = num_rows // 2 if hidden_ND.is_cuda else BLOCK_NUMBERS // vocabulary
+    rows_at_a_time = BLOCK_NUMBERS // vocabulary
+    if hidden_ND.is_cuda:  # it has no such cache
+        rows_at_a_time = min(num_rows // 2, max(_GPU_BLOCK_ROWS, _GPU_BLOCK_NUMBERS // vocabulary))
     logp_buffer = hidden_ND.new_empty(min(num_rows, max(1, rows_at_a_time)), vocabulary, dtype=products.dtype)
     for rows, h_RD, z_RV in products.chunks(hidden_ND, step):
         yield rows, h_RD, z_RV, _blocks(rows.start, z_RV, logp_buffer)

@@ -68,7 +68,7 @@ _REASSEMBLED = (
 _ROUNDING = (
     *("learner.dtype", "learner.micro_batch_tokens", "learner.packing", "learner.gradient_checkpointing"),
     *("learner.zero_stage", "learner.offload", "learner.ranks", "learner.sequence_ranks", "learner.rank_timeout_s"),
-    *("learner.torch_compile", "learner.threads", "learner.deepspeed"),
+    *("learner.torch_compile", "learner.threads", "learner.deepspeed", "learner.bfloat16_states"),
 )
 # Keys that say where the same files are, and how they may be read.
 _PLACES = ("model", "teacher.path", "teacher.trust_remote_code", "teacher.allow_pickle")

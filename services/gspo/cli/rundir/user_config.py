@@ -68,8 +68,8 @@ class UserConfig:
 
         So do those that came after the run's start.
         """
-        later = [key.name for key in explain() if key.is_kept and run.missing_owner(key.name) is None]
-        kept = _left_out(self.keys, later)
+        later = [key.name for key in explain() if key.is_kept]
+        kept = [name for name in _left_out(self.keys, later) if key_value(run, name) != key_value(self.for_cpus, name)]
         values = {name: key_value(run, name) for name in [*self.left_out, *kept]}
         engine = self.for_cpus.generation.engine
         if of_run := {name: run.generation.engine[name] for name in ENGINE_ARGUMENTS if name in run.generation.engine}:

@@ -109,6 +109,7 @@ class LoraConfig(Section):
     )
 
 
+_BFLOAT16 = Owner("learner.dtype: bfloat16", lambda learner: learner.dtype == "bfloat16")
 _NO_ADAPTERS = Owner(
     "learner.lora.rank, whose adapters are matrices alone", lambda learner: not learner.lora.rank, is_rival=True
 )
@@ -117,11 +118,16 @@ _NO_ADAPTERS = Owner(
 class LearnerConfig(Section):
     """The DeepSpeed learner."""
 
-    BEFORE: ClassVar[Mapping[str, Any]] = {"decay_matrices_only": False}
+    BEFORE: ClassVar[Mapping[str, Any]] = {"decay_matrices_only": False, "bfloat16_states": False}
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="Arithmetic of training; bfloat16 keeps fp32 master weights, and on CPUs a float32 output layer",
         json_schema_extra={ON_GPUS: "bfloat16"},
+    )
+    bfloat16_states: Annotated[bool, _BFLOAT16] = Field(
+        True,
+        description="Whether states between layers are bfloat16 too: the residual stream, and what norms give on. Runs "
+        "that began without it keep them in float32",
     )
     learning_rate: PositiveFloat = Field(1e-6, description="Peak learning rate of AdamW", json_schema_extra=ON_RESUME)
     schedule: Literal["constant", "linear", "cosine"] = Field(

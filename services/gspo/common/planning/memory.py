@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gspo.common.config.engines import LearnerConfig
 from gspo.common.config.schema import Config
 from gspo.common.host.machine import GIB
 from gspo.common.model.trained_parameters import TrainedSize
@@ -25,8 +26,10 @@ _DIVIDED_GRADIENTS, _DIVIDED_WEIGHTS = 2, 3
 # Of learner/model/network.py and gspo_core/logprobs.py: logits that the output layer makes at a time, and at least the
 # logits of so many tokens; then those that softmax works on.
 _LOGITS, _LOGIT_ROWS, _BLOCK_LOGITS = 2**24, 512, 2**22
-# On a GPU under torch_compile: the gradient of the weight is read and written once for so many rows.
+# On a GPU the gradient of the weight is read and written once for so many rows.
 FUSED_ROWS = 4096
+# Rows of logits that softmax works on there at least, without torch_compile.
+_BLOCK_ROWS = 256
 # Of the activations that a compiled layer keeps for its backward pass: 0.55 on one GPU, of a Qwen3-0.6B.
 _COMPILED_SHARE = 0.65
 # Policies that the learner keeps for pushes: the newest, the next while it is made, one that is still packed or sent.
@@ -194,8 +197,8 @@ def _buffer_bytes(
 def pass_bytes(config: Config, profile: ModelProfile, *, on_gpu: bool) -> tuple[float, float]:
     """Bytes of one micro-batch on a rank: (activations, output layer). Ranks that share a line divide its tokens.
 
-    Under gradient checkpointing every layer keeps its input alone, in float32, and the backward pass makes one layer's
-    activations again. The gradients of one layer's activations take as much as these.
+    Under gradient checkpointing every layer keeps its input alone, and the backward pass makes one layer's activations
+    again. The gradients of one layer's activations take as much as these.
     """
     num_tokens = config.micro_batch_tokens / config.learner.sequence_ranks
     fixed, a_token = profile.saved_bytes[config.learner.dtype]
@@ -204,21 +207,32 @@ def pass_bytes(config: Config, profile: ModelProfile, *, on_gpu: bool) -> tuple[
         saved *= _COMPILED_SHARE
     a_layer = saved / profile.num_layers
     if config.learner.gradient_checkpointing:
-        saved = FLOAT32_BYTES * profile.width * num_tokens * profile.num_layers + a_layer
+        learner = config.learner
+        rounded = learner.dtype == "bfloat16" and learner.bfloat16_states
+        a_number = DTYPE_BYTES["bfloat16"] if rounded else FLOAT32_BYTES
+        saved = a_number * profile.width * num_tokens * profile.num_layers + a_layer
     return saved + a_layer, _output_layer_bytes(config, profile, num_tokens, on_gpu=on_gpu)
+
+
+def takes_many_rows(learner: LearnerConfig) -> bool:
+    """Whether the output layer takes FUSED_ROWS at a time on a GPU; runs that began before took fewer."""
+    return learner.torch_compile or (learner.dtype == "bfloat16" and learner.bfloat16_states)
 
 
 def _output_layer_bytes(config: Config, profile: ModelProfile, num_tokens: float, *, on_gpu: bool) -> float:
     """The states and their gradient, the logits of a chunk, softmax's block, and the gradient of the weight.
 
-    On a GPU, softmax's block is half a chunk, and none under `torch_compile`. Under bfloat16 the weight and the
+    On a GPU, softmax's block is at most half a chunk, and none under `torch_compile`. Under bfloat16 the weight and the
     gradient of a chunk's logits have rounded copies there.
     """
     states, weight = 2 * num_tokens * profile.width, profile.vocabulary * profile.width
     chunk = float(max(_LOGIT_ROWS * profile.vocabulary, _LOGITS))
-    block = chunk / 2 if on_gpu else max(_BLOCK_LOGITS, profile.vocabulary)
+    if on_gpu and takes_many_rows(config.learner):
+        chunk = min(FUSED_ROWS, num_tokens) * profile.vocabulary
+    least = max(_BLOCK_ROWS * profile.vocabulary, _LOGITS)
+    block = min(chunk / 2, least) if on_gpu else max(_BLOCK_LOGITS, profile.vocabulary)
     if config.learner.torch_compile:
-        chunk = min(FUSED_ROWS, num_tokens) * profile.vocabulary if on_gpu else 2 * chunk
+        chunk = chunk if on_gpu else 2 * chunk
         block = 0.0 if on_gpu else chunk
     dtype = config.learner.dtype
     rounded = DTYPE_BYTES[dtype] * (weight + chunk) if on_gpu and dtype != "float32" else 0.0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
@@ -21,7 +22,7 @@ from gspo.common.errors import InputError
 from gspo.common.model.heads import PACKED_LAYERS
 from gspo.common.model.teacher_files import naming_teacher
 from gspo.common.planning.flops import ModelFlops
-from gspo.common.planning.memory import FUSED_ROWS
+from gspo.common.planning.memory import FUSED_ROWS, takes_many_rows
 from gspo.learner.model.attention import OWN_ATTENTION, attend_to, attention_name, has_own_attention, use_own_attention
 from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.flop_counts import count_flops
@@ -46,6 +47,10 @@ _TRIAL_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, 
 # A mixture's experts lie in one tensor: [experts, out, in].
 _STACKED = 3
 EXPERTS = "gspo_grouped"
+# Of a module: its rounded weights by name, while there are some.
+ROUNDED = "gspo_rounded"
+# The end of the names of norms' classes.
+_NORM = "Norm"
 
 
 class PolicyModel(nn.Module):
@@ -65,7 +70,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm, self.adapters = causal_lm, adapters
         self._temperature, self._dtype = config.sampling.temperature, getattr(torch, config.learner.dtype)
-        self._is_compiled = config.learner.torch_compile
+        self._is_compiled, self._takes_many_rows = config.learner.torch_compile, takes_many_rows(config.learner)
 
     def forward(
         self,
@@ -115,11 +120,10 @@ class PolicyModel(nn.Module):
         if temperature_N is not None:  # logits are linear in the states
             hidden_ND, temperature = hidden_ND.float() / temperature_N[:, None], 1.0
         # A CPU has no product of bfloat16 numbers with sums in float32, so rounding would only cost it time.
-        if hidden_ND.is_cuda:
-            hidden_ND = hidden_ND.to(self._dtype)
+        hidden_ND = hidden_ND.to(self._dtype) if hidden_ND.is_cuda else hidden_ND.float()
         head_VD = self.causal_lm.get_output_embeddings().weight
-        if self._is_compiled and hidden_ND.is_cuda:
-            rows = FUSED_ROWS
+        if self._takes_many_rows and hidden_ND.is_cuda:
+            rows = FUSED_ROWS if self._is_compiled else 2 * FUSED_ROWS  # of which token_logprobs takes half
         else:
             rows = max(_LEAST_ROWS, _LOGITS_AT_A_TIME // len(head_VD))
         function = fused_token_logprobs if self._is_compiled else token_logprobs
@@ -200,6 +204,7 @@ def load_policy_model(folder: Path, config: Config, spreading: Spreading | None 
             so its log-probs would differ.
     """
     causal_lm = _load_causal_lm(folder, config, spreading)
+    _round_states(causal_lm, config, spreading)
     adapters = None
     if config.learner.lora.rank:
         from gspo.learner.model.adapters import Adapters  # here: peft takes a second to import, and few runs need it
@@ -250,6 +255,7 @@ def _load_frozen(folder: Path, config: Config, spreading: Spreading | None, *, o
     """
     attention = OWN_ATTENTION if own_attention else attention_name()
     causal_lm = _from_pretrained(folder, config, attention, spreading, getattr(torch, config.learner.dtype))
+    _round_states(causal_lm, config, spreading)
     return PolicyModel(causal_lm, config).eval().requires_grad_(False)
 
 
@@ -342,6 +348,34 @@ def _refuse_not_finite(causal_lm: PreTrainedModel, folder: Path, values: dict[in
         raise InputError("model.path", rule, "Give a checkpoint of finite weights: its training may have diverged")
 
 
+@torch.no_grad()
+def _round_states(causal_lm: PreTrainedModel, config: Config, spreading: Spreading | None) -> None:
+    """Have the states between layers in the dtype of the products: the residual stream, and what norms give on.
+
+    Not outside autocast, since trials compare float32 numbers. A model whose code cannot keeps them in float32.
+    """
+    if config.learner.dtype == "float32" or not config.learner.bfloat16_states:
+        return
+    givers = [module for module in causal_lm.modules() if type(module).__name__.endswith(_NORM)]
+    hooks = [module.register_forward_hook(_rounded) for module in (causal_lm.get_input_embeddings(), *givers)]
+    token_S = torch.arange(8, device=causal_lm.device) * 7 % causal_lm.config.get_text_config().vocab_size
+    whole = spreading.whole if spreading else nullcontext
+    lower = torch.autocast(causal_lm.device.type, getattr(torch, config.learner.dtype), cache_enabled=False)
+    try:
+        with whole_where_used(causal_lm, whole), lower:
+            hidden_states(causal_lm, token_S[None], None)
+    except _TRIAL_ERRORS as error:
+        for hook in hooks:
+            hook.remove()
+        log.info("float32_states", model=type(causal_lm).__name__, reason=f"{type(error).__name__}: {error}")
+
+
+def _rounded(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    if not isinstance(output, Tensor) or not torch.is_autocast_enabled(output.device.type):
+        return output
+    return output.to(torch.get_autocast_dtype(output.device.type))
+
+
 def is_product(module: nn.Module, weight: nn.Parameter, vocabulary: int) -> bool:
     """Whether a weight is that of a linear layer or of stacked experts, and has no row for each token."""
     shape = getattr(weight, "ds_shape", weight.shape)  # of the whole, where a rank has a part
@@ -378,6 +412,27 @@ def _refuse_lookahead(causal_lm: PreTrainedModel, folder: Path) -> None:
         )
 
 
+class _Rounded(torch.autograd.Function):
+    """A weight that was rounded before, with the gradient that rounding here would have."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rounded: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return rounded.view_as(rounded)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient.to(ctx.dtype), None
+
+
+def taken(module: nn.Module, name: str) -> Any:
+    """An attribute of a module; of a weight its rounded copy, where there is one (rounded_weights.py)."""
+    rounded = module.__dict__.get(ROUNDED, {}).get(name)
+    value = getattr(module, name)
+    return value if rounded is None else _Rounded.apply(value, rounded)  # type: ignore[no-untyped-call]
+
+
 class _InDtype:
     """A module with its tensors in another dtype."""
 
@@ -385,7 +440,7 @@ class _InDtype:
         self._module, self._dtype = module, dtype
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
+        value = taken(self._module, name)
         return value.to(self._dtype) if isinstance(value, Tensor) else value
 
 

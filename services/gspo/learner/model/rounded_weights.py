@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import structlog
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gspo.learner.model.named_weights import Whole
-from gspo.learner.model.network import hidden_states, is_product
+from gspo.learner.model.network import ROUNDED, hidden_states, is_product, taken
 from gspo.learner.model.spread_weights import whole_where_used
 
 log = structlog.get_logger()
@@ -46,6 +47,40 @@ def rounded_weights(causal_lm: PreTrainedModel, dtype: torch.dtype, whole: Whole
         return list(rounded)
     log.info("float32_gathers", model=type(causal_lm).__name__, reason="rounded weights give another state")
     return []
+
+
+def take_rounded(causal_lm: PreTrainedModel) -> None:
+    """Have linear layers take copies of their weights that `rounded_once` made, where there are some."""
+    for module in _rounding_modules(causal_lm):
+        if isinstance(module, nn.Linear):
+            module.forward = partial(_linear, module)  # type: ignore[method-assign]
+
+
+def _linear(module: nn.Linear, states: Tensor) -> Tensor:
+    return nn.functional.linear(states, taken(module, "weight"), taken(module, "bias"))
+
+
+@contextmanager
+def rounded_once(causal_lm: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """A block whose passes take the trained weights of products as they were rounded at its begin: the same bits.
+
+    Autocast would round each of them in every pass, and keep the copies until its end.
+    """
+    modules = _rounding_modules(causal_lm)
+    with torch.no_grad():
+        for module in modules:
+            weights = {name: weight for name, weight in module.named_parameters(recurse=False) if weight.requires_grad}
+            module.__dict__[ROUNDED] = {name: weight.to(dtype) for name, weight in weights.items()}
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__[ROUNDED]
+
+
+def _rounding_modules(causal_lm: PreTrainedModel) -> list[nn.Module]:
+    weights = product_weights(causal_lm)
+    return [module for module in causal_lm.modules() if weights.intersection(module.parameters(recurse=False))]
 
 
 @torch.no_grad()

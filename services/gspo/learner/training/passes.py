@@ -62,9 +62,7 @@ def scorers_of(
     if (teacher := engine.teacher) is not None:
         scorers.append(ColumnScorer(TEACHER, lambda: nullcontext(teacher.model), teacher.is_packed, teacher.flops))
     if config.algorithm.old_logprobs == "recompute":
-        scorers.append(
-            ColumnScorer(OLD, lambda: nullcontext(engine.deepspeed), engine.packing, policy_flops, around=recording)
-        )
+        scorers.append(ColumnScorer(OLD, engine.policy_at_rest, engine.packing, policy_flops, around=recording))
     return scorers
 
 

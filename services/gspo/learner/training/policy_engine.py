@@ -40,7 +40,7 @@ from gspo.learner.model.network import (
     load_reference_model,
     load_teacher_model,
 )
-from gspo.learner.model.rounded_weights import rounded_weights, store_rounded
+from gspo.learner.model.rounded_weights import rounded_once, rounded_weights, store_rounded, take_rounded
 from gspo.learner.model.routing_replay import Routers
 from gspo.learner.model.spread_weights import Spreading, whole_where_used
 from gspo.learner.push.host_copies import HostCopies, lock_no_more_than_needed
@@ -97,6 +97,8 @@ class PolicyEngine:
             self._refuse_padded_lines(self.model, is_packed=self.packing)
             if self.model.adapters is not None and not self._is_spread:
                 store_rounded(self.model.causal_lm, getattr(torch, config.learner.dtype))
+            if not self._is_spread:
+                take_rounded(self.model.causal_lm)
             rounded = self._rounded_weights()
             self.deepspeed = self._start_engine()
             self._gather_rounded(rounded)
@@ -335,6 +337,19 @@ class PolicyEngine:
         else:
             with self.model.adapters.off():
                 yield self.deepspeed
+
+    @contextmanager
+    def policy_at_rest(self) -> Iterator[Any]:
+        """A block with the policy, in which its weights stay: passes take copies in bfloat16 that are made once.
+
+        Under gradient checkpointing each layer makes its own copies, so that few exist at a time.
+        """
+        lower = getattr(torch, self._config.learner.dtype)
+        if lower == torch.float32 or self._is_spread or self.model.causal_lm.is_gradient_checkpointing:
+            yield self.deepspeed
+            return
+        with rounded_once(self.model.causal_lm, lower):
+            yield self.deepspeed
 
     def forward(self, micro: MicroBatch, *, is_last: bool) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [R, T] of a micro-batch, with a gradient if it has a backward pass.

@@ -125,7 +125,8 @@ class Trainer:
             else:
                 self._seed(step, update)
                 sizes = targets.sizes(batch.mini_batch_B == mini_batch)
-                loss, stats = self._gradients(cuts[mini_batch], targets, sizes)
+                with self.engine.policy_at_rest():
+                    loss, stats = self._gradients(cuts[mini_batch], targets, sizes)
                 grad_norm = self.engine.apply(max_grad_norm)
                 problem = _problem(loss, grad_norm)
                 for observer in self._observers:

@@ -86,7 +86,7 @@ def test_passes_gather_the_counted_bytes(trained: Path, models: dict[str, Path],
 
 @pytest.mark.parametrize("case", ["float32", "tied", "mixture"])
 def test_a_rank_holds_the_planned_states(trained: Path, models: dict[str, Path], case: str) -> None:
-    """DeepSpeed updates a copy of the float32 weights, also where the weights are float32."""
+    """ZeRO updates the float32 weights themselves."""
     measured = facts(trained, case, rounded=True)
     config = make_config(models[CASES[case][0]], learner={"zero_stage": 3})
     size = TrainedSize(measured["num_parameters"], measured["num_parameters"])

@@ -63,7 +63,7 @@ def test_a_choice_fits_the_gpus_and_divides_the_work(num_gpus: int) -> None:
         ("Qwen3-8B", 2, 8192, (1, 1, 1, 2, "optimizer", 1)),
         # Beside the weights of 32 B the cache does not take eight longest rollouts.
         ("Qwen3-32B", 8, 8192, (4, 2, 2, 3, "optimizer", 1)),
-        ("Qwen3-32B", 8, 32_768, (4, 2, 2, 3, "all", 2)),
+        ("Qwen3-32B", 8, 40_960, (4, 2, 2, 3, "all", 2)),
         # Whole hosts train.
         ("Qwen3-235B-A22B", 64, 16_384, (32, 4, 8, 3, "all", 1)),
     ],
@@ -93,10 +93,10 @@ def test_ranks_take_more_gpus_before_they_offload() -> None:
 
 
 def test_ranks_share_lines_before_they_offload() -> None:
-    """8 B with 32k tokens on eight GPUs: one rank a line fits with the optimizer's states on the host alone."""
-    learner = fitting(machine_of(8), config_of(32_768)).config.learner
+    """8 B with 40k tokens on eight GPUs: one rank a line fits with the optimizer's states on the host alone."""
+    learner = fitting(machine_of(8), config_of(40_960)).config.learner
     assert (learner.sequence_ranks, learner.offload) == (2, "none")
-    alone = plan_choice(config_of(32_768), replace(QWEN3_8B, shares_lines=False), machine_of(8))
+    alone = plan_choice(config_of(40_960), replace(QWEN3_8B, shares_lines=False), machine_of(8))
     assert alone is not None and (alone.config.learner.offload, alone.shortages) == ("optimizer", ())
 
 
@@ -116,8 +116,8 @@ def test_larger_groups_leave_generators_as_they_are() -> None:
 
 
 def test_no_ranks_share_lines_of_a_model_that_cannot() -> None:
-    """32 B with 32k tokens on eight GPUs fits where ranks share lines."""
-    config, profile = config_of(32_768), published_models()["Qwen3-32B"]
+    """32 B with 40k tokens on eight GPUs fits where ranks share lines."""
+    config, profile = config_of(40_960), published_models()["Qwen3-32B"]
     assert fitting(machine_of(8), config, "Qwen3-32B").config.learner.sequence_ranks > 1
     alone = plan_choice(config, replace(profile, shares_lines=False), machine_of(8))
     assert alone is not None and alone.config.learner.sequence_ranks == 1

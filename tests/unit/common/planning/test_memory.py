@@ -20,8 +20,8 @@ STATES = 2 * 4096 * 1024
 @pytest.mark.parametrize(
     ("dtype", "on_gpu", "num_bytes"),
     [
-        # Weight and logits of a chunk have copies in bfloat16, and log-probs of half a chunk stand beside it.
-        ("bfloat16", True, 4 * (STATES + WEIGHT + CHUNK + CHUNK / 2) + 2 * (WEIGHT + CHUNK)),
+        # A chunk has all 4,096 rows. Weight and logits have copies in bfloat16, and log-probs of 256 rows stand beside.
+        ("bfloat16", True, 4 * (STATES + WEIGHT + 8 * CHUNK + CHUNK / 2) + 2 * (WEIGHT + 8 * CHUNK)),
         ("float32", True, 4 * (STATES + WEIGHT + CHUNK + CHUNK / 2)),
         # A CPU multiplies the float32 weight itself, and makes log-probs of 2**22 logits at a time.
         ("bfloat16", False, 4 * (STATES + WEIGHT + CHUNK + 2**22)),
