@@ -77,7 +77,8 @@ class BestChoice:
         if not self.rivals:
             return ""
         shown = ", ".join(map(str, self.rivals[:5])) + (", ..." if len(self.rivals) > 5 else "")
-        return f"; chosen by noise, for version{'s' * (len(self.rivals) > 1)} {shown} is within two standard errors"
+        others = f"versions {shown} are" if len(self.rivals) > 1 else f"version {shown} is"
+        return f"; chosen by noise, for {others} within two standard errors"
 
 
 def best_choice(evaluations: Iterable[EvaluationRecord], config: Config) -> BestChoice | None:

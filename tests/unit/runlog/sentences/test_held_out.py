@@ -54,6 +54,8 @@ def test_a_best_version_that_others_are_near_to_is_chosen_by_noise(minimal: dict
     assert choice.line == (
         "40 (sampled_mean 0.600 ± 0.040); chosen by noise, for version 20 is within two standard errors"
     )
+    two = best_choice([*records, record(80, 0.58, 0.04)], configured(minimal))
+    assert two is not None and two.by_noise.endswith("for versions 20, 80 are within two standard errors")
     clear = best_choice([*records[:1], *records[2:]], configured(minimal))
     assert clear is not None and clear.line == "40 (sampled_mean 0.600 ± 0.040)"
     assert best_choice(records[:0], configured(minimal)) is None
