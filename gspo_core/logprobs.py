@@ -147,7 +147,8 @@ class InputGradients:
     """The gradients of states and output weight, from those of the logits of all rows, some rows at a time.
 
     Args:
-        hidden_ND, weight_VD: The inputs; None for one without a gradient.
+        hidden_ND: The states; None without a gradient.
+        weight_VD: The output weight; None without a gradient.
 
     Attributes:
         hidden_ND: Gradient of the states; None without.
