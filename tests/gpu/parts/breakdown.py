@@ -143,10 +143,10 @@ def _part_of(event: FunctionEvent, forward: Mapping[tuple[int | None, int], str]
     name = event.name
     if part := _BY_OPERATION.get(name):
         return part
-    if any(word in name.lower() for word in _ATTENTION):
-        return "attention"
     around: FunctionEvent | None = event
     while around is not None:
+        if any(word in around.name.lower() for word in _ATTENTION):
+            return "attention"  # also what it calls
         if around.name.startswith(_RANGE):
             return str(around.name.removeprefix(_RANGE))
         if around.name.startswith(_GRADIENT):
@@ -154,8 +154,6 @@ def _part_of(event: FunctionEvent, forward: Mapping[tuple[int | None, int], str]
                 return "sums of gradients"
             if "TokenLogprobs" in around.name:
                 return "head and loss"
-            if any(word in around.name.lower() for word in _ATTENTION):
-                return "attention"
             if part := forward.get((around.fwd_thread, around.sequence_nr)):
                 return part
         around = around.cpu_parent
