@@ -38,6 +38,7 @@ _WITHOUT_EFFECT = {
     "staleness": _BATCH,
     "reward": "decides rewards, and a replay takes them from the log; `gspo reward try` scores answers of the log",
     "evaluation": _AFTER,
+    "rules": "judges what a step has shown, and changes none",
     "tracking": _AFTER,
     "run": _AFTER,
     "services": "is of services and their network, and a replay starts none",
