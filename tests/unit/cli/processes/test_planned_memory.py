@@ -140,26 +140,26 @@ def test_the_micro_batch_fills_the_gpu_and_no_more(tmp_path: Path, model: Planne
 
 
 def test_a_rollout_that_no_gpu_holds_is_refused_with_the_nearest_that_fits(tmp_path: Path, model: PlannedModel) -> None:
-    fitting = run_of(tmp_path, share=0.36)
+    fitting = run_of(tmp_path, share=0.34)
     longest = longest_rollout(fitting, on_gpus(fitting, 8), model)
     assert longest.servable and longest.trainable
     assert f"holds {longest.servable.planned:,}, a rank trains {longest.trainable.planned:,}" in longest.line()
     assert check_longest(fitting, on_gpus(fitting, 8), model) == []
 
-    between = run_of(tmp_path, longest=longest.servable.planned + 64, share=0.36)
+    between = run_of(tmp_path, longest=longest.servable.planned + 64, share=0.34)
     (warning,) = check_longest(between, on_gpus(between, 8), model)
     assert warning.startswith("algorithm.response_length: the longest rollout, prompt_length + response_length, has")
     planned = longest.servable.planned
     assert f"a generator holds {planned:,} by the plan. Set it to {planned - 64} or less, or set " in warning
     assert "set generation.engine.tensor_parallel_size to 2" in warning
 
-    too_long = run_of(tmp_path, longest=longest.servable.most + 1, share=0.36)
+    too_long = run_of(tmp_path, longest=longest.servable.most + 1, share=0.34)
     with pytest.raises(InputError, match=f"a generator holds at most {longest.servable.most:,}"):
         check_longest(too_long, on_gpus(too_long, 8), model)
 
 
 def test_a_generator_holds_a_branch_and_a_rank_all_of_them(tmp_path: Path, model: PlannedModel) -> None:
-    fitting = run_of(tmp_path, share=0.36)
+    fitting = run_of(tmp_path, share=0.34)
     longest = longest_rollout(fitting, on_gpus(fitting, 8), model)
     assert longest.servable and longest.trainable
     assert longest.servable.planned < longest.trainable.planned
@@ -196,10 +196,10 @@ def test_a_micro_batch_that_no_gpu_holds_is_refused_with_the_nearest_that_fits(
 ) -> None:
     def checked(tokens: int) -> list[str]:
         config = run_of(tmp_path, longest=4096, micro_batch_tokens=tokens, gradient_checkpointing=False)
-        return check_longest(config, on_gpus(config, 8), model)
+        return check_longest(config, on_gpus(config, 12), model)
 
     config = run_of(tmp_path, longest=4096, gradient_checkpointing=False)
-    free = free_for_ranks(config, on_gpus(config, 8))
+    free = free_for_ranks(config, on_gpus(config, 12))
     assert model.profile and free
     bound = micro_batch_bound(config, model.profile, model.size, 1, *free)
     assert 4096 < bound.planned < bound.most < 65_536  # a mini-batch has so many tokens
