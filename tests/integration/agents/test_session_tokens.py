@@ -81,6 +81,23 @@ async def test_a_finished_rollout_leaves_no_lease(redis: Redis, keys: Keys, stor
     assert [consumer["name"] for consumer in consumers] == [b"lease"]
 
 
+async def test_a_worker_whose_lease_has_ended_writes_nothing(
+    redis: Redis, keys: Keys, stores: list[SessionStore]
+) -> None:
+    first, second = stores
+    lost = await leased(redis, keys, first)
+    await first.release(lost.key)
+    assert await second.reopen(lost.name) == 2
+    again = await second.lease("another")
+    assert again is not None and again.name == lost.name
+    entry, result = TurnEntry(turn="a", begin=TurnBegin(context=[1])), AgentResult(reward=0.0)
+    for late in (first.session(lost.key), first.append(lost.key, entry, 0), first.finish(lost.key, result)):
+        with pytest.raises(SessionLostError):
+            await late
+    assert await second.turns(lost.name) == []
+    await second.finish(again.key, result)
+
+
 async def test_the_bytes_of_a_rollout_are_bounded_with_those_of_cancelled_requests(redis: Redis, keys: Keys) -> None:
     await redis.set(keys.instance(GATEWAY, "one"), "{}")
     store = SessionStore(redis, keys, 60.0, "one", most_bytes=10_000)
