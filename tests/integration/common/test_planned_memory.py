@@ -35,8 +35,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ("models", "case"),
     [
         (TENS, CASES[0]),
-        pytest.param(TENS, CASES[1], marks=pytest.mark.long),
-        (TENS, CASES[2]),
+        *(pytest.param(TENS, case, marks=pytest.mark.long) for case in CASES[1:]),
         *(pytest.param(HUNDREDS, case, marks=pytest.mark.long) for case in CASES),
     ],
     indirect=["models"],
