@@ -388,7 +388,6 @@ OF_TRUSTED = [*TIME, *END, *REPLIES, *(attack for attack in SIZE if attack.name 
 WITHOUT_LANDLOCK = {
     **dict.fromkeys(("killed by itself", "its group killed", "a signal to everybody"), "forbidden"),
     **dict.fromkeys(("the user's home", "the root", "scratch of others"), "None"),
-    **dict.fromkeys(("locks on parts of files", "watches of epoll"), "None"),
     **dict.fromkeys(("last to go where memory ends", "what the supervisor has open"), "forbidden or None"),
 }
 

@@ -109,7 +109,9 @@ async def try_level(name: LevelName) -> ConfinementLevel:
         _LevelUnavailableError: It does not; the message names the missing part and the fix.
     """
     try:
-        program = syscalls.filter_bytes(signals=confine.landlock_abi() >= confine.SIGNAL_SCOPE_ABI)
+        abi = confine.landlock_abi()
+        # Without Landlock workers are hidden from their supervisor too.
+        program = syscalls.filter_bytes(signals=abi >= confine.SIGNAL_SCOPE_ABI, counted=abi > 0)
     except syscalls.FilterUnavailableError as error:
         raise _LevelUnavailableError(f"{error}. {_FIX_SECCOMP}") from error
     if name == "bubblewrap" and shutil.which("bwrap") is None:

@@ -28,6 +28,10 @@ _BY_COMMAND: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = (
     ("fcntl", 1, (*range(8), 9, 11, 16, 36, 37, 38, _DUP_CLOEXEC, _GET_PIPE, 1034), (8, 10, 15, 1026, _SET_PIPE)),
     ("ioctl", 1, (_TERMINAL, _WINDOW, _READABLE, _NOT_BLOCKING, _INHERIT, _CLOEXEC), (0x8901, 0x8902)),
 )
+# Refused where no process can count kernel memory: locks on parts of files (fcntl 6, 7, 37, 38), and another number for
+# an open file (fcntl 0 and 1030). Epoll has a watch for each number of a file, so these are few then.
+_UNCOUNTED = "dup dup2 dup3"
+_UNCOUNTED_COMMANDS = (0, 6, 7, 37, 38, _DUP_CLOEXEC)
 # CLONE_THREAD, CLONE_FS, CLONE_FILES: a thread, without descriptors or a working directory of its own.
 _THREAD_FLAG, _FILES_FLAG = 0x00010000, 0x00000400
 _FLAGS_OF_A_THREAD = (_THREAD_FLAG, 0x00000200, _FILES_FLAG)
@@ -115,16 +119,17 @@ class FilterUnavailableError(Exception):
     """The machine has no libseccomp, or one without this architecture's calls."""
 
 
-def filter_bytes(*, signals: bool) -> bytes:
+def filter_bytes(*, signals: bool, counted: bool) -> bytes:
     """The filter of reward functions and environments, as an array of `struct sock_filter`.
 
     Args:
         signals: Whether kill is let through, because something else keeps a signal from reaching other processes.
+        counted: Whether the supervisor can count the locks and watches of a worker.
 
     Raises:
         FilterUnavailableError: libseccomp is missing or refuses a rule.
     """
-    return _compiled(lambda seccomp: _rules(seccomp, signals))
+    return _compiled(lambda seccomp: _rules(seccomp, signals, counted))
 
 
 def agent_filter_bytes() -> bytes:
@@ -213,14 +218,16 @@ def _bits(mask: int) -> Iterator[int]:
     return (1 << number for number in range(mask.bit_length()) if mask >> number & 1)
 
 
-def _rules(seccomp: Any, signals: bool) -> Any:
+def _rules(seccomp: Any, signals: bool, counted: bool) -> Any:
     program = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
     refuse = seccomp.ERRNO(errno.EPERM)
     arg, masked, equal = seccomp.Arg, seccomp.MASKED_EQ, seccomp.EQ
     allow = seccomp.ALLOW
+    refused = REFUSED + ("" if signals else SIGNALS) + ("" if counted else _UNCOUNTED)
     for name in _known(seccomp, ALLOWED + (SIGNALS if signals else "")):
-        program.add_rule(allow, name)
-    for name in _known(seccomp, REFUSED + ("" if signals else SIGNALS)):
+        if name not in refused.split():
+            program.add_rule(allow, name)
+    for name in _known(seccomp, refused):
         program.add_rule(refuse, name)
     # A thread, but no process and no namespace. clone3 hides its flags behind a pointer: ENOSYS makes glibc take clone.
     program.add_rule(allow, "clone", arg(0, masked, _THREAD | _NEW_NAMESPACES, _THREAD))
@@ -235,10 +242,11 @@ def _rules(seccomp: Any, signals: bool) -> Any:
     for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):  # these could send to any address
         program.add_rule(refuse, "socketpair", arg(1, masked, _SOCKET_TYPE, kind))
     # By their low 32 bits: the kernel looks at no more of them.
-    for name, place, allowed, refused in _BY_COMMAND:
-        for commands, action in ((allowed, allow), (refused, refuse)):
-            for command in commands:
-                program.add_rule(action, name, arg(place, masked, 0xFFFFFFFF, command))
+    for name, place, allowed, forbidden in _BY_COMMAND:
+        uncounted = () if counted or name != "fcntl" else _UNCOUNTED_COMMANDS
+        for command in (*allowed, *forbidden):
+            action = allow if command in allowed and command not in uncounted else refuse
+            program.add_rule(action, name, arg(place, masked, 0xFFFFFFFF, command))
     # Its own limits may be read and lowered, those of another process not.
     program.add_rule(allow, "prlimit64", arg(0, equal, 0))
     program.add_rule(refuse, "prlimit64", arg(0, seccomp.NE, 0))
