@@ -37,7 +37,8 @@ def record(name: str) -> dict[str, Any]:
     return {
         "steps": [line["figures"] | {"step": line["step"]} for line in map(_shortened, run.lines("metrics.jsonl"))],
         "evaluations": run.lines("evaluations.jsonl"),
-        "checks": run.lines("checks.jsonl"),
+        # Without the folders of this machine.
+        "checks": [check | {"seen": check["seen"].replace(f"{cold_start}/", "")} for check in run.lines("checks.jsonl")],
     }
 
 
