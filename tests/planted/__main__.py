@@ -33,12 +33,12 @@ def record(name: str) -> dict[str, Any]:
     if fault.reward:
         (folder / "reward.py").write_text(fault.reward)
         sections.setdefault("reward", {})["functions"] = [{"path": str(folder / "reward.py")}]
+    folder_words = f"{cold_start}/"  # of this machine, and left out of the record
     run = finished_run(write_example(f"planted-{name}", cold_start, **sections))
     return {
         "steps": [line["figures"] | {"step": line["step"]} for line in map(_shortened, run.lines("metrics.jsonl"))],
         "evaluations": run.lines("evaluations.jsonl"),
-        # Without the folders of this machine.
-        "checks": [check | {"seen": check["seen"].replace(f"{cold_start}/", "")} for check in run.lines("checks.jsonl")],
+        "checks": [it | {"seen": it["seen"].replace(folder_words, "")} for it in run.lines("checks.jsonl")],
     }
 
 
