@@ -77,8 +77,10 @@ def traces():
     if WRAPPED:
         seen["processes"] = sorted(name for name in os.listdir("/proc") if name.isdigit())
         seen["listening"] = sum(" 0A " in line for line in open("/proc/net/tcp"))
-        for name in ("sysvipc/shm", "sysvipc/sem", "sysvipc/msg", "locks"):
+        for name in ("sysvipc/shm", "sysvipc/sem", "sysvipc/msg"):
             seen[name] = open("/proc/" + name).read()
+        # Without their numbers, which count locks of the whole machine.
+        seen["locks"] = [line.partition(":")[2] for line in open("/proc/locks")]
         seen["unix"] = sorted(" ".join(line.split()[7:]) for line in list(open("/proc/net/unix"))[1:])
         import colorsys, tempfile
         seen["imports"] = [colorsys.__file__, tempfile.gettempdir()]
