@@ -132,10 +132,11 @@ def _reward_moved(steps: Steps) -> float:
 
 
 def _is_flat(steps: Steps, config: Config) -> bool:
-    """Whether groups differ in reward, so there is something to learn, and the mean stands still."""
-    if is_annealed(steps, config):
-        return False
+    """Whether groups differ in reward, so there is something to learn, and the mean stands still far from the best."""
     first, last = _ends(steps, "reward_mean")
+    least, best = min(step["reward_min"] for step in steps), max(step["reward_max"] for step in steps)
+    if is_annealed(steps, config) or best - last < FLAT_MOVE * (best - least):
+        return False
     spread = fmean(step["reward_std"] for step in steps)
     has_spread = fmean(step["zero_spread_groups"] for step in steps) < MOST_EQUAL
     return has_spread and abs(last - first) < FLAT_MOVE * spread and _reward_moved(steps) < _FIRST_ERRORS
@@ -387,7 +388,7 @@ LEARNING_RULES = (
     ),
     Rule(
         "reward_flat",
-        ("reward_mean", "reward_std", "groups", "zero_spread_groups"),
+        ("reward_mean", "reward_std", "reward_min", "reward_max", "groups", "zero_spread_groups"),
         FLAT_STEPS,
         _is_flat,
         _trend(

@@ -171,6 +171,10 @@ def test_evaluations_belong_to_the_step_that_made_their_version(config: Config) 
     assert "0.6 to 0.3" in found_now.seen
 
 
+def test_a_reward_that_stands_still_near_its_best_is_no_matter(config: Config) -> None:
+    assert learning_findings([HEALTHY | {"reward_mean": 0.95, "reward_std": 0.2}] * FLAT_STEPS, config) == {}
+
+
 def test_a_rule_is_silent_without_its_figures_or_steps(config: Config) -> None:
     assert learning_findings([HEALTHY | {"zero_spread_groups": 1.0}] * 2, config) == {}
     assert learning_findings([{"reward_mean": 0.0}] * TREND_STEPS, config) == {}
