@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gspo.runlog.sentences.held_out import change_in_words, difference
+from gspo.runlog.sentences.held_out import difference, stated_change
 from gspo.view.log_query import LogQuery
 from gspo.view.picture.curves import COLOURS, Curve, Line, captioned
 from gspo.view.picture.viewed_run import ViewedRun
@@ -70,7 +70,7 @@ def compared_results(runs: Sequence[ViewedRun]) -> list[tuple[str, list[tuple[st
         rows = []
         for name, record, own_prompts in having:
             change = difference(first.figures, record.figures) if record is not first else None
-            words = "" if change is None else change_in_words(*change) or f"{change[0]:+.3f}, without a standard error"
+            words = stated_change(change) if change else ""
             words = words if own_prompts == prompts else "other prompts, or not known to be the same"
             rows.append((name, f"{record.line} at version {record.version}", words))
         tables.append((file, rows))

@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -187,16 +188,17 @@ class WeightUpdate:
     async def _pack(self) -> None:
         if self._versions is None:
             return
-        waiting: deque[asyncio.Task[TensorFrame | None]] = deque()
+        runs, waiting = iter(self._runs), deque[asyncio.Task[TensorFrame | None]]()
         filled: list[TensorFrame] = []
-        for run in [*self._runs, *[None] * PACKING_THREADS]:
-            if run is not None:
+        while True:
+            for run in islice(runs, PACKING_THREADS - len(waiting)):
                 waiting.append(asyncio.create_task(asyncio.to_thread(_packed_run, *self._versions, *run)))
-            if len(waiting) > PACKING_THREADS or (run is None and waiting):
-                packed = await waiting.popleft()
-                filled += [packed] if packed else []
-                if sum(len(tensor.data) + len(tensor.changes.packed) for tensor in filled) >= self._frame_bytes:
-                    self._add(filled)
+            if not waiting:
+                break
+            packed = await waiting.popleft()
+            filled += [packed] if packed else []
+            if sum(len(tensor.data) + len(tensor.changes.packed) for tensor in filled) >= self._frame_bytes:
+                self._add(filled)
         self._add(filled)
         self._versions = None
 

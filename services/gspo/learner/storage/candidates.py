@@ -7,7 +7,6 @@ a stop ended.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from gspo.common.errors import InputError
 from gspo.common.model.files import weight_files
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.storage.durable_files import temporary
 from gspo.learner.training.trainer_api import NotFiniteError
 
 CANDIDATES = "candidates"
@@ -36,14 +36,13 @@ def save_unmeasured(run_dir: Path, weights: PolicyWeights) -> None:
     folder = _unmeasured_folder(run_dir, weights.version)
     if folder.exists() or candidate_folder(run_dir, weights.version).exists():
         return
-    folder.parent.mkdir(exist_ok=True)
     dtype = getattr(torch, weights.dtype)
     tensors = {name: torch.from_numpy(bits).view(dtype) for name, bits in weights.bits.items()}
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        fresh = Path(scratch, "fresh")
-        fresh.mkdir()
-        save_file(tensors, fresh / "model.safetensors")
-        fresh.rename(folder)
+    unfinished = temporary(folder)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    save_file(tensors, unfinished / "model.safetensors")
+    unfinished.rename(folder)
 
 
 def read_unmeasured(run_dir: Path, version: int, digest: str) -> PolicyWeights | None:

@@ -36,6 +36,11 @@ def change_in_words(change: float, error: float | None) -> str:
     return NO_DIFFERENCE if abs(change) <= SAME_WITHIN * error else f"{change:+.3f} ± {error:.3f}"
 
 
+def stated_change(change: tuple[float, float | None]) -> str:
+    """As `change_in_words`; a change without an error is stated as such."""
+    return change_in_words(*change) or f"{change[0]:+.3f}, without a standard error"
+
+
 def difference(
     before: Mapping[str, float], after: Mapping[str, float], name: str = "sampled_mean"
 ) -> tuple[float, float | None] | None:

@@ -14,7 +14,7 @@ from gspo.common.telemetry.clip_causes import clip_causes_line, mismatch_line
 from gspo.common.telemetry.step_time import shares
 from gspo.runlog.run_history import RunHistory
 from gspo.runlog.run_log import SUMMARY_NAME, EvaluationRecord, RunLog
-from gspo.runlog.sentences.held_out import change_in_words, difference, error_of, in_words
+from gspo.runlog.sentences.held_out import difference, error_of, in_words, stated_change
 from gspo.view.picture.curves import Curve
 from gspo.view.picture.plots import curves_of
 from gspo.view.picture.summary import end_in_words, notes, run_findings, summarise
@@ -148,5 +148,5 @@ def _results(file: str, figures: dict[str, Any]) -> Iterator[dict[str, str]]:
             "kind": kind,
             "values": " \u2192 ".join(values),
             "versions": " to ".join(f"{of['version']:.0f}" for of in (before, after) if of),
-            "change": change_in_words(*change) or f"{change[0]:+.3f}, without a standard error" if change else "",
+            "change": stated_change(change) if change else "",
         }
