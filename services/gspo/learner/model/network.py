@@ -306,6 +306,9 @@ def _from_pretrained(
     not_finite: dict[int, str] = {}
 
     def keep(module: nn.Module, weight: nn.Parameter) -> None:
+        # Code such as XLNet's allocates weights on the CPU under any default device. Their memory is registered before
+        # they are read, and a weight that is read may get the same id.
+        not_finite.pop(id(weight), None)
         if not weight.isfinite().all():
             not_finite[id(weight)] = "NaN" if weight.isnan().any() else "infinity"
         is_vocabulary = weight.shape[:1] == (facts.vocab_size,)

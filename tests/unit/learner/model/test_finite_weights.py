@@ -6,8 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.learner.model_types import quiet, tiny_model
 from gspo.common.errors import InputError
 from gspo.learner.model.network import load_policy_model
 from tests.support.service_process import make_run
@@ -33,3 +35,15 @@ def test_it_is_named(tmp_path: Path, names: list[str], value: float, problem: st
     with pytest.raises(InputError, match=problem) as refused:
         load_policy_model(folder, make_run(tmp_path, folder))
     assert refused.value.where == "model.path"
+
+
+def test_memory_before_the_load_is_not_read_as_weights(tmp_path: Path) -> None:
+    # XLNet's code allocates weights on the CPU under every default device; this mode fills such memory with NaN.
+    with quiet():
+        tiny_model("xlnet").save_pretrained(tmp_path / "model")
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(InputError, match="changes its logits after the output layer"):
+            load_policy_model(tmp_path / "model", make_run(tmp_path, tmp_path / "model"))
+    finally:
+        torch.use_deterministic_algorithms(False)
