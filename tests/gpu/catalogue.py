@@ -32,6 +32,7 @@ class Part:
         module: That of tests/gpu/parts; empty where it has the part's name.
         rates: Those of cli/plan/rates.py that it measures, for `gspo plan`.
         on_cpu: Whether its code is tried with `--device cpu` unless it is named.
+        beside: Whether it runs beside others: it judges results, and its seconds are upper bounds then.
         least_s: It is not begun with less time left: estimated, for a GPU.
         limit_s: It is ended after so long.
     """
@@ -43,6 +44,7 @@ class Part:
     module: str = ""
     rates: tuple[str, ...] = ()
     on_cpu: bool = True
+    beside: bool = False
     least_s: float = 60.0
     limit_s: float = 290.0
 
@@ -57,8 +59,8 @@ _ALL = (
     ),
     Part(
         "step",
-        "training steps of a Qwen3-0.6B at 4k tokens, in bfloat16",
-        "memory within 15 % of the plan",
+        "training steps of a Qwen3-0.6B at 4k tokens, in bfloat16, and where their time goes",
+        "MFU at least 0.35; memory within 15 % of the plan",
         _TRAINING,
         rates=_COPYING,
     ),
@@ -67,6 +69,7 @@ _ALL = (
         "log-probs of vLLM and of the learner's model, in bfloat16 and float32",
         "standard deviation at most 0.05 and 0.005",
         _BOTH,
+        beside=True,
     ),
     Part(
         "engine",
@@ -82,17 +85,19 @@ _ALL = (
         "a stall of at most 0.1 s beside the load",
         _BOTH,
         rates=_PUSHING,
+        beside=True,
     ),
     Part(
         "shared",
         "one GPU in shifts: vLLM sleeps, a step trains, vLLM wakes",
         "vLLM gives back at least 0.8 of its memory, and the learner all but 0.1 GiB",
         _BOTH,
+        beside=True,
     ),
     Part(
         "width",
-        "training steps of 8 B's width with 9 layers at 4k tokens",
-        "MFU at least 0.45; memory within 15 % of the plan",
+        "training steps of 8 B's width with 9 layers at 4k tokens, and where their time goes",
+        "MFU at least 0.5; memory within 15 % of the plan",
         _TRAINING,
         "step",
         rates=("train_flops_share", *_COPYING),
@@ -108,26 +113,12 @@ _ALL = (
         least_s=120,
     ),
     Part(
-        "step_breakdown",
-        "where the time of a training step goes: a Qwen3-0.6B at 4k tokens",
-        "none: it shows",
-        _TRAINING,
-        "breakdown",
-    ),
-    Part(
-        "width_breakdown",
-        "where the time of a training step goes: 8 B's width with 9 layers at 4k tokens",
-        "none: it shows",
-        _TRAINING,
-        "breakdown",
-        on_cpu=False,
-    ),
-    Part(
         "fp8",
         "rollouts in FP8, quantized by vLLM from pushed bfloat16 weights, with their noise",
         "the noise alone puts at most 0.33 of the sequences outside the clip",
         _BOTH,
         least_s=120,
+        beside=True,
     ),
     Part(
         "lora",
@@ -136,6 +127,14 @@ _ALL = (
         _TRAINING,
         "step",
         least_s=180,
+        beside=True,
+    ),
+    Part(
+        "repeat",
+        "two training steps twice: whether their bits are the same",
+        "all tensors equal",
+        _TRAINING,
+        beside=True,
     ),
     Part(
         "demo",
@@ -143,12 +142,22 @@ _ALL = (
         "held-out accuracy rises by 0.05",
         (*_ENGINES, *_TRAINING, "redis", "fastapi"),
         least_s=180,
+        beside=True,
     ),
     Part(
         "run",
         "`gspo run` of a Qwen3-0.6B, 256 answers of 512 tokens a step, with CUDA graphs",
         "none: it shows",
         (*_ENGINES, *_TRAINING, "redis", "fastapi"),
+        least_s=150,
+    ),
+    Part(
+        "restart",
+        "`gspo run` of a Qwen3-0.6B whose generator is killed twice: one GPU, three starts beside the learner",
+        "none: it shows",
+        (*_ENGINES, *_TRAINING, "redis", "fastapi"),
+        "run",
+        on_cpu=False,
         least_s=150,
     ),
     # The same code again: on a CPU it would show nothing new.
@@ -160,6 +169,7 @@ _ALL = (
         "push",
         on_cpu=False,
         least_s=150,
+        beside=True,
     ),
     Part(
         "engine_graphs",
@@ -189,8 +199,8 @@ def main() -> None:
     """Run the part and write its findings; whatever it raises is the reason of its failure."""
     from tests.gpu.part_run import NotForThisCardError, PartRun  # here: who asks for the parts' names needs no torch
 
-    options, answer = json.loads(sys.argv[1]), Path(sys.argv[2])
-    case = PartRun(options["part"], options["device"], Path(options["folder"]), options["engine"], answer)
+    options = json.loads(sys.argv[1])
+    case = PartRun(**{**options, "folder": Path(options["folder"]), "answer": Path(sys.argv[2])})
     reason = not_here = ""
     try:
         module = importlib.import_module(f"tests.gpu.parts.{PARTS[case.part].module or case.part}")

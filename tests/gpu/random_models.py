@@ -5,6 +5,7 @@ Their weights mean nothing, and cost as much as trained ones.
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,16 @@ def random_model(folder: Path, shape: str, device: str) -> Path:
     Its matrices are spread twice as wide as a fresh model's, so that its answers' distribution is not flat and a
     fault shows in the log-probs.
     """
-    if (folder / "tokenizer.json").exists():
-        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Parts beside each other want the same model.
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "tokenizer.json").exists():
+            _draw_model(folder, shape, device)
+    return folder
+
+
+def _draw_model(folder: Path, shape: str, device: str) -> None:
     tokenizer = make_tokenizer()
     is_mixture = "num_experts" in SHAPES[shape]
     config = (Qwen3MoeConfig if is_mixture else Qwen3Config)(
@@ -85,5 +94,4 @@ def random_model(folder: Path, shape: str, device: str) -> Path:
         torch.manual_seed(0)
         model = (Qwen3MoeForCausalLM if is_mixture else Qwen3ForCausalLM)._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    tokenizer.save_pretrained(folder)  # the last, so that its file says that all is there

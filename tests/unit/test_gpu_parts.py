@@ -137,8 +137,9 @@ def test_a_part_that_hangs_is_ended_and_one_that_passed_is_not_run_again(
     monkeypatch.setattr(command, "PARTS", {"sleep": soon})
     words = ("--device", "cpu", "--folder", tmp_path, "--results", results)
     assert call(monkeypatch, *words, "--minutes", 0.01) == 3
-    assert "sleep: not run: it was ended when no time was left" in capsys.readouterr().out
-    assert not results.exists(), "a part that had too little time has not failed"
+    assert "sleep: FAIL: it was ended when no time was left" in capsys.readouterr().out
+    (record,) = read_records(results)
+    assert record.numbers == {"load_s": 0.2} and not record.passed, "a later call runs it again"
     assert call(monkeypatch, *words, "--minutes", -1) == 3
     assert "sleep: not run: too little time is left" in capsys.readouterr().out
 

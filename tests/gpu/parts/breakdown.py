@@ -6,7 +6,6 @@ the sequence number that autograd gives an operation and its gradient.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,11 +16,10 @@ from torch.autograd.profiler import record_function
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+from gspo.learner.assembly.rows import Row
 from gspo.learner.model.network import PolicyModel
 from gspo.learner.training.trainer import Trainer
-from tests.gpu.learner_calls import random_rows
 from tests.gpu.part_run import PartRun
-from tests.gpu.parts.step import CASES, judge_speed, planned
 from tests.support.training.rollout_rows import train, with_version
 
 _RANGE, _GRADIENT = "gspo:", "autograd::engine::evaluate_function: "
@@ -39,26 +37,17 @@ _PRODUCTS = {"aten::mm": "linear layers", "aten::addmm": "linear layers", "aten:
 _ATTENTION = ("flash", "varlen", "scaled_dot_product", "efficient_attention", "causalattention")
 
 
-def run(case: PartRun) -> None:
-    """Time steps, then profile one; note the seconds of each part of it, and those in which the GPU waited."""
-    training = CASES[case.part.removesuffix("_breakdown"), case.device]
-    model = case.model_of(training.shape)
-    config, _ = planned(case, training, model)
-    rows = random_rows(training.num_rollouts, training.prompt_tokens, training.answer_tokens)
-    trainer = Trainer(config, model)
-    train(trainer, 1, rows)
-    began = time.monotonic()
-    figures = train(trainer, 2, with_version(rows, 1)).metrics
-    case.synchronize()
-    step_s = time.monotonic() - began
-    case.note(step_s=step_s)
-    judge_speed(case, training, trainer, figures["train_flops"] / step_s)
+def note_breakdown(case: PartRun, trainer: Trainer, step: int, rows: list[Row], step_s: float) -> None:
+    """Profile one step: note the seconds of each part of it, and those in which the GPU waited.
+
+    Args:
+        step_s: Of a step without the profiler, which slows the host.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if case.on_gpu else [])]
     with _named_modules(trainer), profile(activities=activities) as profiled:
-        train(trainer, 3, with_version(rows, 2))
+        train(trainer, step, with_version(rows, step - 1))
         case.synchronize()
-    events = profiled.events() or []
-    by_part = seconds_by_part(events, own_seconds if case.on_gpu else host_seconds)
+    by_part = seconds_by_part(profiled.events() or [], own_seconds if case.on_gpu else host_seconds)
     for name, seconds in sorted(by_part.items(), key=lambda item: -item[1]):
         case.note(**{f"{name.replace(' ', '_').replace(',', '')}_s": seconds})
     busy_s = sum(by_part.values())

@@ -6,16 +6,19 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
+from gspo.common.host.machine import CACHE_ARGUMENT, GIB
 from tests.gpu.machine_facts import ROOT
 from tests.gpu.part_run import PartRun
 
 _EXAMPLE = ROOT / "examples/arithmetic"
-_ENGINE = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
+_ENGINE = {"gpu_memory_utilization": 0.1, CACHE_ARGUMENT: 4 * GIB, "enforce_eager": True}
 
 
 def run(case: PartRun) -> None:
@@ -39,13 +42,24 @@ def run(case: PartRun) -> None:
     case.note(**{name: value for name, value in summary["card_use"].items() if name in ("mfu", "learner_mfu")})
 
 
-def run_to_its_end(case: PartRun, config: Path) -> tuple[Path, dict[str, Any]]:
-    """`gspo run` of a configuration: the run's directory and its summary. `run_s` is noted."""
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "gspo.cli", "run", str(config)], check=False)
-    case.note(run_s=time.monotonic() - began)
-    case.require(done.returncode == 0, f"gspo run ended with exit code {done.returncode}; its output is in the log")
+def run_to_its_end(
+    case: PartRun, config: Path, disturb: Callable[[psutil.Process, Path], None] | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """`gspo run` of a configuration: the run's directory and its summary. `run_s` is noted.
+
+    Args:
+        disturb: Called each 100 ms with the run's process and directory.
+    """
     run_dir = config.parent / "runs" / yaml.safe_load(config.read_text())["name"]
+    began = time.monotonic()
+    with psutil.Popen([sys.executable, "-m", "gspo.cli", "run", str(config)]) as process:
+        while process.poll() is None:
+            time.sleep(0.1)
+            if disturb is not None:
+                disturb(process, run_dir)
+    case.note(run_s=time.monotonic() - began)
+    code = process.returncode
+    case.require(code == 0, f"gspo run ended with exit code {code}; its output is in the log")
     return run_dir, json.loads((run_dir / "summary.json").read_text())
 
 

@@ -94,7 +94,7 @@ def stage_policy(copies: PolicyCopies, policy: PolicyWeights) -> None:
 
 def changed_model(case: PartRun, version: int) -> tuple[Path, PolicyWeights]:
     """The model with every weight moved a little: a folder, and the same as the learner publishes it."""
-    folder = case.folder / f"{case.model.name}-version-{version}"
+    folder = case.folder / f"{case.part}-{case.model.name}-version-{version}"
     shutil.copytree(case.model, folder, dirs_exist_ok=True)
     # On the card: a CPU takes 25 s to draw so many numbers.
     chance = torch.Generator(case.device).manual_seed(version)

@@ -5,11 +5,14 @@ The model is random, so its rewards mean nothing; the work is that of a trained 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from tests.gpu.part_run import PartRun
@@ -24,16 +27,38 @@ def reward(prompts, completions, **columns):
 
 def run(case: PartRun) -> None:
     """Train some steps with the defaults of this machine; then what the run's summary says of them."""
-    folder = case.folder / f"run-{case.device}"
+    folder = case.folder / f"{case.part}-{case.device}"
     folder.mkdir(parents=True, exist_ok=True)
-    _, summary = run_to_its_end(case, _config(case, folder))
+    kills = _Kills(2) if case.part == "restart" else None
+    _, summary = run_to_its_end(case, _config(case, folder), kills)
     case.require(summary["steps"] == case.sizes.run_steps, f"{summary['steps']} steps were trained")
+    if kills:
+        case.require(kills.num_kills == kills.planned, f"the generator was killed {kills.num_kills} times")
     case.note(
         steps=summary["steps"],
         tokens_per_s=summary["tokens_per_s"],
         **{name: value for name, value in summary["card_use"].items() if name in ("mfu", "learner_mfu")},
         **{name: value for name, value in summary["steps_s"].items() if value},
     )
+
+
+@dataclass
+class _Kills:
+    """Kills the generator, its engine with it, after the first steps: once a step."""
+
+    planned: int
+    num_kills: int = 0
+
+    def __call__(self, process: psutil.Process, run_dir: Path) -> None:
+        if self.num_kills == self.planned or len(list(run_dir.glob("log/step-*.parquet"))) <= self.num_kills:
+            return
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "gspo.generation" in child.cmdline():
+                    child.kill()
+                    self.num_kills += 1
+                    print(f"killed the generator, process {child.pid}", flush=True)
+                    return
 
 
 def _config(case: PartRun, folder: Path) -> Path:

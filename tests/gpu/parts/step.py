@@ -17,6 +17,7 @@ import torch
 from gspo.common.host.machine import GIB
 from gspo.common.model.files import read_model_files
 from gspo.common.model.trained_parameters import trained_size
+from gspo.common.planning.longest import fitting_micro_batch, needs_checkpointing
 from gspo.common.planning.memory import RankMemory, rank_memory, reserved_bytes
 from gspo.learner.model.profile import profile
 from gspo.learner.push.policy_weights import PACKING_THREADS, PolicyWeights, WeightUpdate, weights_from
@@ -24,6 +25,7 @@ from gspo.learner.training.trainer import Trainer
 from tests.gpu.catalogue import PARTS
 from tests.gpu.learner_calls import learner_config, random_rows
 from tests.gpu.part_run import NotForThisCardError, PartRun
+from tests.gpu.parts.breakdown import note_breakdown
 from tests.support.training.rollout_rows import train, with_version
 
 
@@ -34,7 +36,6 @@ class TrainingCase:
     Attributes:
         shape: That of the model, in SHAPES.
         num_timed_steps: After one that warms up.
-        micro_batch_tokens: The first of them that fits the GPU by the plan is taken.
         learner: Further keys of the section.
         mfu_goal: None: there is none.
         copies: Whether the copy of the policy, and the search for its changes, are timed too.
@@ -45,10 +46,14 @@ class TrainingCase:
     prompt_tokens: int = 128
     answer_tokens: int = 3968
     num_timed_steps: int = 3
-    micro_batch_tokens: tuple[int, ...] = (16_384, 8192, 4096)
     learner: dict[str, Any] = field(default_factory=dict)
     mfu_goal: float | None = None
     copies: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of a step."""
+        return self.num_rollouts * (self.prompt_tokens + self.answer_tokens)
 
 
 _FEW: dict[str, Any] = {
@@ -56,16 +61,15 @@ _FEW: dict[str, Any] = {
     "prompt_tokens": 8,
     "answer_tokens": 120,
     "num_timed_steps": 1,
-    "micro_batch_tokens": (256,),
 }
-_LORA: dict[str, Any] = {"learner": {"lora": {"rank": 16}, "gradient_checkpointing": True}, "copies": False}
+_LORA: dict[str, Any] = {"learner": {"lora": {"rank": 16}}, "copies": False}
 # The choice of a run's start on a GPU.
 _COMPILED: dict[str, Any] = {"learner": {"torch_compile": True}}
 CASES = {
-    ("step", "cuda"): TrainingCase("qwen3-0.6b", **_COMPILED),
-    ("step", "cpu"): TrainingCase("tiny", **_FEW),
-    ("width", "cuda"): TrainingCase("qwen3-8b-9-layers", mfu_goal=0.45, **_COMPILED),
-    ("width", "cpu"): TrainingCase("tiny-untied", **_FEW, mfu_goal=0.45),
+    ("step", "cuda"): TrainingCase("qwen3-0.6b", mfu_goal=0.35, **_COMPILED),
+    ("step", "cpu"): TrainingCase("tiny", **_FEW, mfu_goal=0.35),
+    ("width", "cuda"): TrainingCase("qwen3-8b-9-layers", mfu_goal=0.5, **_COMPILED),
+    ("width", "cpu"): TrainingCase("tiny-untied", **_FEW, mfu_goal=0.5),
     ("mixture", "cuda"): TrainingCase("qwen3-30b-a3b-4-layers"),
     ("mixture", "cpu"): TrainingCase("tiny-mixture", **_FEW),
     ("lora", "cuda"): TrainingCase("qwen3-8b", num_timed_steps=2, **_LORA),
@@ -77,8 +81,9 @@ def run(case: PartRun) -> None:
     """Plan the memory, train a step to warm up and then timed ones; copy and pack the weights as the publisher does."""
     training = CASES[case.part, case.device]
     model = case.model_of(training.shape)
-    config, memory = planned(case, training, model)
+    config, memory = _planned(case, training, model)
     case.note(micro_batch_tokens=config.micro_batch_tokens, planned_gib=memory.peak / GIB)
+    case.note(gradient_checkpointing=str(config.learner.gradient_checkpointing))
     rows = random_rows(training.num_rollouts, training.prompt_tokens, training.answer_tokens)
     began = time.monotonic()
     trainer = Trainer(config, model)
@@ -93,9 +98,9 @@ def run(case: PartRun) -> None:
         seconds.append(time.monotonic() - began)
         flops = figures["train_flops"]
         case.require(math.isfinite(figures["loss"]) and figures["grad_norm"] > 0, f"step {step}: {figures}")
-    num_tokens = training.num_rollouts * (training.prompt_tokens + training.answer_tokens)
-    case.note(step_s=min(seconds), tokens_per_s=num_tokens / min(seconds), tflop_per_s=flops / min(seconds) / 1e12)
-    judge_speed(case, training, trainer, flops / min(seconds))
+    step_s = min(seconds)
+    case.note(step_s=step_s, tokens_per_s=training.num_tokens / step_s, tflop_per_s=flops / step_s / 1e12)
+    _judge_speed(case, training, trainer, flops / step_s)
     if case.on_gpu:
         peak = torch.cuda.max_memory_allocated()
         case.note(peak_gib=peak / GIB)
@@ -104,27 +109,35 @@ def run(case: PartRun) -> None:
         after = _copy_policy(case, trainer)
         case.require(after.digest != before.digest, "the steps changed no weight")
         _pack_changes(case, after, before)
+    note_breakdown(case, trainer, 2 + training.num_timed_steps, rows, step_s)
     if case.part == "mixture":
         _train_in_float32(case)
 
 
-def planned(case: PartRun, training: TrainingCase, model: Path) -> tuple[Any, RankMemory]:
-    """The configuration with the largest micro-batch that fits the GPU by the plan, and its memory."""
+def _planned(case: PartRun, training: TrainingCase, model: Path) -> tuple[Any, RankMemory]:
+    """The configuration as a run's start fills it for a GPU of the learner alone, and its memory by the plan."""
     model_profile, total = profile(model), case.total_bytes
-    for num_tokens in training.micro_batch_tokens:
-        keys = {"learning_rate": 1e-5, **training.learner, "micro_batch_tokens": num_tokens}
-        config = learner_config(
-            case, model, "bfloat16", lengths=(training.prompt_tokens, training.answer_tokens), **keys
-        )
-        size = trained_size(config, read_model_files(model, allow_pickle=False))
-        memory = rank_memory(config, size, 1, profile=model_profile, on_gpu=case.on_gpu)
-        if total is None or memory.peak <= total - reserved_bytes(total):
-            return config, memory
-    assert total is not None, "the first size fits where no limit is known"
-    raise NotForThisCardError(f"it takes {memory.peak / GIB:.0f} GiB by the plan, and the GPU has {total / GIB:.0f}")
+    size = trained_size(learner_config(case, model, "bfloat16"), read_model_files(model, allow_pickle=False))
+    keys = {"learning_rate": 1e-5, **training.learner}
+    lengths, most = (training.prompt_tokens, training.answer_tokens), training.num_tokens
+
+    def filled(**more: Any) -> Any:
+        return learner_config(case, model, "bfloat16", lengths=lengths, **(keys | more))
+
+    if total is not None:
+        there = (model_profile, size, 1, total - reserved_bytes(total))
+        if "gradient_checkpointing" not in keys:
+            keys["gradient_checkpointing"] = needs_checkpointing(filled(), *there)
+        most = min(most, fitting_micro_batch(filled(), *there))
+    config = filled(micro_batch_tokens=most)
+    memory = rank_memory(config, size, 1, profile=model_profile, on_gpu=case.on_gpu)
+    if total is not None and memory.peak > total - reserved_bytes(total):
+        needs = f"it takes {memory.peak / GIB:.0f} GiB by the plan"
+        raise NotForThisCardError(f"{needs}, and the GPU has {total / GIB:.0f}")
+    return config, memory
 
 
-def judge_speed(case: PartRun, training: TrainingCase, trainer: Trainer, flops_per_s: float) -> None:
+def _judge_speed(case: PartRun, training: TrainingCase, trainer: Trainer, flops_per_s: float) -> None:
     """MFU, by the GPU's data sheet or a CPU's matrix product; none for an unknown GPU."""
     (peak,) = trainer.engine.gpus.values()
     if peak is None:
