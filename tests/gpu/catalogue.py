@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import importlib
 import inspect
 import json
@@ -11,6 +12,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+_STACKS_EVERY_S = 10.0
 _ENGINES = ("torch", "transformers", "vllm")
 _TRAINING = ("torch", "transformers", "deepspeed", "peft")
 _BOTH = (*_ENGINES, "deepspeed")
@@ -141,7 +143,7 @@ _ALL = (
         "the arithmetic example, from its cold start to its report",
         "held-out accuracy rises by 0.05",
         (*_ENGINES, *_TRAINING, "redis", "fastapi"),
-        least_s=180,
+        least_s=90,
         beside=True,
     ),
     Part(
@@ -149,7 +151,7 @@ _ALL = (
         "`gspo run` of a Qwen3-0.6B, 256 answers of 512 tokens a step, with CUDA graphs",
         "none: it shows",
         (*_ENGINES, *_TRAINING, "redis", "fastapi"),
-        least_s=150,
+        least_s=100,
     ),
     Part(
         "restart",
@@ -200,6 +202,8 @@ def main() -> None:
     from tests.gpu.part_run import NotForThisCardError, PartRun  # here: who asks for the parts' names needs no torch
 
     options = json.loads(sys.argv[1])
+    # The log of a part that is ended says where it was.
+    faulthandler.dump_traceback_later(_STACKS_EVERY_S, repeat=True)
     case = PartRun(**{**options, "folder": Path(options["folder"]), "answer": Path(sys.argv[2])})
     reason = not_here = ""
     try:

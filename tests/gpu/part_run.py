@@ -49,7 +49,7 @@ class PartSizes:
         return SHAPES[self.shape]
 
 
-# vLLM counts what others take while it starts, so engines beside each other need the bytes of their caches: those of
+# vLLM counts what others take while it starts, so engines beside each other need the bytes of their caches. Those of
 # 256 requests of 640 tokens are 17.5 GiB of a Qwen3-0.6B.
 _ENGINE: dict[str, Any] = {"gpu_memory_utilization": 0.15, CACHE_ARGUMENT: 18 * GIB, "enforce_eager": True}
 SIZES = {
