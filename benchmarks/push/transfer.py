@@ -23,7 +23,8 @@ import numpy as np
 from benchmarks.push.versions import load_version
 from gspo.common.host.process_tuning import keep_freed_memory
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer, open_channel
-from gspo.common.weights import apply_changes, pack_changes, policy_digest
+from gspo.common.weights.changes import apply_changes, pack_changes
+from gspo.common.weights.manifest import policy_digest
 from gspo.learner.push.policy_weights import FRAME_BYTES, PolicyWeights, WeightUpdate
 from gspo.learner.push.replicas import push_weights
 from gspo_proto import generation_pb2_grpc

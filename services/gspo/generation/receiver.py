@@ -20,7 +20,8 @@ import structlog
 from gspo.common.service.app import Service
 from gspo.common.streams.gpu_shift import GpuShift
 from gspo.common.telemetry import metrics
-from gspo.common.weights import Packed, TimeLimit
+from gspo.common.weights.changes import Packed
+from gspo.common.weights.time_limit import TimeLimit
 from gspo.generation.engine.api import EngineBrokenError, EngineLike
 from gspo.generation.engine.staging import PolicyCopies, StagingError
 from gspo_proto.generation_pb2 import PushHeader, PushResult, SleepRequest, TensorFrame, WeightFrame

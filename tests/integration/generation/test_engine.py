@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gspo.common.config.engines import GenerationConfig
-from gspo.common.weights import pack_changes, policy_digest
+from gspo.common.weights.changes import pack_changes
+from gspo.common.weights.manifest import policy_digest
 from gspo.generation.engine.api import Completion, EngineSampling, LoadFailedError, OnUpdate
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments

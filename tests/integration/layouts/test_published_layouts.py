@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from gspo.common.weights import policy_digest
+from gspo.common.weights.manifest import policy_digest
 from tests.integration.layouts.published_layouts import LAYOUTS
 from tests.support.gspo_run import whole_run
 

@@ -19,7 +19,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.common.config.engines import GenerationConfig
-from gspo.common.weights import policy_digest
+from gspo.common.weights.manifest import policy_digest
 from gspo.generation.engine.api import Completion, EngineSampling
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from gspo.common.errors import InputError
 from gspo.common.network.grpc_server import open_channel
 from gspo.common.telemetry import metrics
-from gspo.common.weights import pack_changes
+from gspo.common.weights.changes import pack_changes
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo.learner.push import policy_weights, replicas
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate

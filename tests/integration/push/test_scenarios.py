@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.common.telemetry.metrics import PUSH_FAILURES
-from gspo.common.weights import TimeLimit
+from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push import replicas
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
 from gspo_proto.generation_pb2 import PushResult

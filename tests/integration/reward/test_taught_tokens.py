@@ -26,7 +26,7 @@ from gspo.common.service.options import Options
 from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import append
 from gspo.common.streams.keys import Keys
-from gspo.common.weights import policy_digest
+from gspo.common.weights.manifest import policy_digest
 from gspo.learner.assembly.rows import Row
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from gspo.common.source_order import SourceOrder
 from gspo.common.telemetry.source_figures import figures_of
-from gspo.common.weights import policy_digest
+from gspo.common.weights.manifest import policy_digest
 from tests.support.gspo_run import WholeRun, whole_run
 from tests.support.monitoring.drawn_curves import drawn_curves
 from tests.support.tiny_model import make_tiny_model

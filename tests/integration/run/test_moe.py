@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from gspo.common.config.engines import GenerationConfig
-from gspo.common.weights import policy_digest
+from gspo.common.weights.manifest import policy_digest
 from gspo.generation.engine.api import EngineSampling
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.support.gspo_run import WholeRun, whole_run

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from gspo.common.weights import policy_digest
+from gspo.common.weights.manifest import policy_digest
 from gspo.runlog.token_ledger import LEDGER, LedgerRecord
 from tests.integration.run.conftest import (
     BEHAVIOR_HIGH,

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from gspo.common.weights import policy_digest
+from gspo.common.weights.manifest import policy_digest
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo_proto.generation_pb2 import PushHeader, TensorFrame, WeightFrame

@@ -21,7 +21,8 @@ from safetensors import safe_open
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, free_memory
 from gspo.common.model.files import weight_files
-from gspo.common.weights import Packed, UnpackError, apply_changes, policy_digest
+from gspo.common.weights.changes import Packed, UnpackError, apply_changes
+from gspo.common.weights.manifest import policy_digest
 from gspo.generation.engine.tied_heads import tied_heads
 
 # Cache lines; also more than any dtype's own alignment.

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gspo.common.weights import Bits, pack_changes, policy_digest
+from gspo.common.weights.changes import Bits, pack_changes
+from gspo.common.weights.manifest import policy_digest
 from gspo.learner.training.trainer_api import NotFiniteError
 from gspo_proto.generation_pb2 import Changes, PushHeader, TensorFrame, WeightFrame
 

@@ -28,7 +28,7 @@ from gspo.common.service.app import Service
 from gspo.common.streams.instances import list_instances
 from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
-from gspo.common.weights import TimeLimit
+from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
 from gspo.learner.push.policy_weights import PolicyFacts, PolicyWeights, UpdateKind, WeightUpdate
 from gspo.learner.push.push_account import PushAccount

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gspo.common.weights import Packed, UnpackError, apply_changes, pack_changes
+from gspo.common.weights.changes import Packed, UnpackError, apply_changes, pack_changes
 
 
 def pair(dtype: type[np.unsignedinteger]) -> st.SearchStrategy[tuple[np.ndarray, np.ndarray]]:

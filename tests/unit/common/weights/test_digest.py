@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gspo.common.weights import policy_digest, tensor_digest
+from gspo.common.weights.manifest import policy_digest, tensor_digest
 
 A = ("a.weight", "float32", (2,), np.array([1.0, -2.0], np.float32))
 B = ("b.weight", "bfloat16", (1, 1), np.array([[0x3F80]], np.uint16))  # 1.0 in bfloat16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspo.common.weights import TimeLimit
+from gspo.common.weights.time_limit import TimeLimit
 
 
 def test_the_limit_grows_with_the_bytes_and_is_never_below_the_least() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo.common.weights import Packed, pack_changes
+from gspo.common.weights.changes import Packed, pack_changes
 from gspo.generation.engine.staging import PolicyCopies, StagingError
 from tests.support.tiny_model import make_tiny_model
 

@@ -16,7 +16,7 @@ from gspo.common.errors import InputError
 from gspo.common.model.files import read_model_files
 from gspo.common.model.trained_parameters import trained_size
 from gspo.common.planning.memory import rank_memory
-from gspo.common.weights import policy_digest
+from gspo.common.weights.manifest import policy_digest
 from gspo.learner.assembly.rows import Row
 from gspo.learner.training import policy_engine
 from gspo.learner.training.trainer import Trainer

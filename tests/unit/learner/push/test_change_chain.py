@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo.common.weights import Packed, apply_changes
+from gspo.common.weights.changes import Packed, apply_changes
 from gspo.learner.push import policy_weights
 from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from

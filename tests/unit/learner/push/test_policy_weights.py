@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from gspo.common import weights
-from gspo.common.weights import Packed, pack_changes
+from gspo.common.weights import manifest
+from gspo.common.weights.changes import Packed, pack_changes
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.learner.push import policy_weights
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
@@ -120,7 +120,7 @@ async def test_a_policy_has_one_dtype() -> None:
 
 def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = policy(1).digest
-    monkeypatch.setattr(weights, "_MOST_THREADS", 1)
+    monkeypatch.setattr(manifest, "_MOST_THREADS", 1)
     assert policy(1).digest == digest
 
 

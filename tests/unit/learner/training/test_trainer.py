@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gspo.common.weights import policy_digest
+from gspo.common.weights.manifest import policy_digest
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.attention import short_causal_attention
 from gspo.learner.model.network import can_be_packed, load_policy_model
