@@ -1,4 +1,4 @@
-"""The figures of a step beside its loss: mismatch between engines, what noise does to the clip, spread, ages.
+"""The figures of a step beside its loss: mismatch between engines, what noise does to the clip, spread.
 
 Not a metrics client: names and numbers only; the learner gives them to its log, its terminal and Prometheus.
 """
@@ -11,7 +11,6 @@ from torch import Tensor
 from gspo_core.advantage import groups_with_spread
 from gspo_core.branches import lengths_of_sequences, means_of_sequences
 from gspo_core.shapes import check_matrix
-from gspo_core.staleness import rollout_age, token_age
 from gspo_core.stats import Stats, mean_stats, moment_stats
 from gspo_core.token_losses import clip_scale, clip_sides
 
@@ -136,13 +135,4 @@ def reward_stats(rewards_B: Tensor, group_B: Tensor) -> Stats:
     return {
         **moment_stats("reward", rewards_B, torch.ones_like(rewards_B)),
         **mean_stats("zero_spread_groups", ~spread_G, torch.ones_like(spread_G)),
-    }
-
-
-def age_stats(version_BT: Tensor, mask_BT: Tensor, learner_version: int) -> Stats:
-    """Figures in versions: token_age over policy tokens and rollout_age over rollouts that have any. [B, T] both."""
-    m_BT = mask_BT.bool()
-    return {
-        **moment_stats("token_age", token_age(version_BT, mask_BT, learner_version), m_BT),
-        **moment_stats("rollout_age", rollout_age(version_BT, mask_BT, learner_version), m_BT.any(-1)),
     }

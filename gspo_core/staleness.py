@@ -1,4 +1,4 @@
-"""How old tokens and rollouts are, in policy versions, and which tokens are too old to count.
+"""How old tokens are, in policy versions, and which are too old to count.
 
 Not here: what is done about it; waiting, dropping or masking is the learner's choice.
 
@@ -23,12 +23,6 @@ def token_age(version_BT: Tensor, mask_BT: Tensor, learner_version: int) -> Tens
         newest = learner_version - int(age_BT.min())
         raise ValueError(f"version_BT holds version {newest}; the learner is at {learner_version}, none can be newer")
     return age_BT
-
-
-def rollout_age(version_BT: Tensor, mask_BT: Tensor, learner_version: int) -> Tensor:
-    """Age of each rollout's oldest policy token [B]; 0 for a rollout without any. Errors as `token_age`."""
-    age_BT = token_age(version_BT, mask_BT, learner_version)
-    return age_BT.amax(-1) if age_BT.shape[1] else age_BT.new_zeros(len(age_BT))
 
 
 def drop_old_tokens(version_BT: Tensor, mask_BT: Tensor, learner_version: int, max_token_age: int) -> Tensor:

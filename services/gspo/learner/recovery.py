@@ -20,6 +20,7 @@ from gspo.common.model.files import ModelFiles
 from gspo.common.service.failure import in_step
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.assembler import Assembler
+from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.objective.loss_file import keep_loss_file
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.storage.run_directory import PolicyVersion, RunDir
@@ -314,6 +315,6 @@ def replay_step(
         log.warning("replay_differs", step=step, recorded=recorded.digest, digest=weights.digest)
     run_dir.append_version(step, weights.digest, weights.dtype, asdict(hyperparameters))
     run_dir.steplog.write_tokens(step, trained.tokens)
-    run_dir.append_metrics(step, trained.metrics)
+    run_dir.append_metrics(step, {**row_metrics(rows, step), **trained.metrics})
     log.info("step_replayed", step=step, digest=weights.digest[:12], same=same)
     return weights

@@ -24,6 +24,7 @@ from gspo.common.telemetry.gpu_use import gpu_use
 from gspo.common.telemetry.source_figures import PREFIX, figures_of
 from gspo.common.telemetry.step_time import REWARD_PREFIX, seconds_by_cause
 from gspo.learner.assembly.assembler import Batch
+from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.training.trainer_api import UpdateNotApplied
 from gspo_proto.rollout_pb2 import Event, ScoredRollout, StepDone
@@ -223,10 +224,11 @@ class StepReport:
 
         Args:
             digest: That of the version that the step made.
-            step_metrics: By their public names; among them `tokens`, `sequences` and the clock's seconds.
+            step_metrics: Those of updates and clock by their public names, among them `step_s`.
         """
         step = batch.step
-        figures = {**step_metrics, "tokens_per_s": step_metrics["tokens"] / step_metrics["step_s"]}
+        figures = {**await asyncio.to_thread(row_metrics, batch.rows, step), **step_metrics}
+        figures["tokens_per_s"] = figures["tokens"] / figures["step_s"]
         figures |= gpu_use(figures, self._learner_gpus, self._generator_gpus())
         if "sigma_token" in figures:
             self._mismatch_step = step

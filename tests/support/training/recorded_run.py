@@ -11,6 +11,7 @@ from typing import Any
 
 from gspo.cli.rundir.start import environment
 from gspo.common.config.loading import CONFIG_NAME, ENVIRONMENT_NAME, parse_config, write_config
+from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.assembly.rows import Row
 from gspo.learner.objective.loss_file import keep_loss_file, with_kept_loss
 from gspo.learner.push.policy_weights import weights_from
@@ -51,7 +52,8 @@ def record_run(folder: Path, *, steps: int = 6, checkpoints: Collection[int] = (
             weights = weights_from(step, trainer.engine.policy())
             run.append_version(step, weights.digest, weights.dtype, asdict(used))
             seconds = time.monotonic() - began
-            run.append_metrics(step, {**trained.metrics, "train_s": seconds, "step_s": seconds})
+            figures = {**row_metrics(rows, step), **trained.metrics}
+            run.append_metrics(step, {**figures, "train_s": seconds, "step_s": seconds})
             if step in checkpoints:
                 trainer.engine.save(run.checkpoints.begin(step), {"moments": asdict(RunningMoments())})
                 run.checkpoints.finish(step)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
+from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.assembly.rows import Row
 from gspo.learner.training.trainer_api import TrainResult, configured_hyperparameters
 
@@ -93,8 +94,9 @@ def _make_rows(
 
 
 def train(trainer: Trainer, step: int, rows: Sequence[Row], not_applied: Collection[int] = ()) -> TrainResult:
-    """A step with the configured hyperparameters, as the loop trains it."""
-    return trainer.train(step, rows, not_applied, configured_hyperparameters(trainer._config, step))
+    """A step with the configured hyperparameters, as the loop trains and reports it."""
+    trained = trainer.train(step, rows, not_applied, configured_hyperparameters(trainer._config, step))
+    return replace(trained, metrics={**row_metrics(rows, step), **trained.metrics})
 
 
 def with_version(rows: Sequence[Row], version: int) -> list[Row]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from gspo_core.figures import (
-    age_stats,
     independent_sigma,
     mismatch_stats,
     noise_clip,
@@ -131,10 +130,3 @@ def test_reward_stats() -> None:
     reported = figures(reward_stats(torch.tensor([0.1, 1.0, 0.1, 0.0, 0.3]), torch.tensor([4, 2, 4, 2, 7])))
     assert reported["zero_spread_groups"] == pytest.approx(2 / 3)
     assert reported["reward_mean"] == pytest.approx(0.3)
-
-
-def test_age_stats() -> None:
-    reported = figures(age_stats(torch.tensor([[1, 3], [3, 0]]), torch.tensor([[1, 1], [1, 0]]), 4))
-    assert reported["token_age_mean"] == pytest.approx(5 / 3)
-    assert reported["token_age_max"] == 3
-    assert reported["rollout_age_mean"] == 2.0

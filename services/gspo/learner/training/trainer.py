@@ -30,7 +30,6 @@ from gspo.learner.training.mismatch_probe import MismatchProbe
 from gspo.learner.training.observers import FlopCount, TokenRecorder
 from gspo.learner.training.passes import RankPasses, scorers_of
 from gspo.learner.training.policy_engine import PolicyEngine
-from gspo.learner.training.step_metrics import batch_metrics, row_metrics
 from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult, UpdateNotApplied
 from gspo_core.stats import Stats, merge
 
@@ -89,7 +88,7 @@ class Trainer:
         torch.set_num_threads(self.engine.threads)
         by_branch = self._config.algorithm.ratio_of == "branch"
         batch = StepBatch.from_rows(rows, by_branch=by_branch, own_temperatures=self._config.several_temperatures)
-        metrics = row_metrics(rows) | batch_metrics(batch, step - 1) | {"learning_rate": hyperparameters.learning_rate}
+        metrics = {"learning_rate": hyperparameters.learning_rate}
         if not len(batch):
             return TrainResult(metrics | {"mini_batches_not_applied": 0.0})
         self.engine.set_hyperparameters(hyperparameters)

@@ -49,9 +49,10 @@ class UpdateNotApplied:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The metrics of a trained step by their public names, and its mini-batches that were not applied.
+    """The metrics of a step's updates by their public names, and its mini-batches that were not applied.
 
     Attributes:
+        metrics: Those that also follow from the rows (assembly/row_metrics.py) stand for them.
         probe_s: Seconds of the mismatch probe.
         tokens: Those of each trained rollout, under learner.token_records; else empty.
     """

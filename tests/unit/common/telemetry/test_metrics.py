@@ -11,9 +11,9 @@ from prometheus_client.metrics import MetricWrapperBase
 from gspo.common.service.traces import Traces
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.step_time import CAUSES
+from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.intake import UntrainedGroups
 from gspo.learner.step_report import StepClock, StepPhase, export_figures
-from gspo.learner.training.step_metrics import row_metrics
 from tests.support.repository.source_files import ROOT, fail_with, place, text_of
 
 DOCUMENT = ROOT / "docs" / "metrics.md"
@@ -123,7 +123,7 @@ def test_every_figure_of_a_step_has_a_meaning() -> None:
     }
     for path in [*ROOT.glob("deploy/prometheus/rules/*.yml"), ROOT / "deploy/grafana/dashboards/learning.json"]:
         used |= set(re.findall(r'figure=\\?"(\w+)\\?"', text_of(path)))
-    used |= set(row_metrics([]))
+    used |= set(row_metrics([], 1))
     names, beginnings = explained_figures()
     assert {name for name in used if name not in names and not name.startswith(beginnings)} == set()
 

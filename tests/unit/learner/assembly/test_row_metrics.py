@@ -7,13 +7,14 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.telemetry.source_figures import figures_of, named_sources
+from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.objective.figures import compared_stats, mismatch_metrics, objective_metrics
-from gspo.learner.training.step_metrics import row_metrics
 from gspo_core.loss import policy_loss
 from gspo_core.stats import mean_stats
 from tests.support.tiny_model import make_tiny_model
@@ -30,11 +31,11 @@ def test_parts_of_the_reward_have_their_means(tmp_path: Path) -> None:
         replace(second, parts_json=parts(None, 0.25)),
         replace(third, parts_json=parts(0.0, 100.0), reward=None, failure="raised"),
     ]
-    figures = row_metrics(rows)
+    figures = row_metrics(rows, 1)
     assert figures["part_right_mean"] == 1.0
     assert figures["part_form_mean"] == pytest.approx(0.375)
     alone = json.dumps([{"name": "right", "value": 1.0}])
-    assert not [name for name in row_metrics([replace(first, parts_json=alone)]) if name.startswith("part_")]
+    assert not [name for name in row_metrics([replace(first, parts_json=alone)], 1) if name.startswith("part_")]
 
 
 def test_each_source_has_its_own_figures(tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ def test_each_source_has_its_own_figures(tmp_path: Path) -> None:
         for row in rows
     ]
     own = [row for row in named if row.source == "a"]
-    figures = row_metrics(named)
+    figures = row_metrics(named, 1)
     assert {name: figures[f"source_a/{name}"] for name in ("groups", "reward_mean", "zero_spread_groups")} == {
         "groups": 1.0,
         "reward_mean": 0.0,
@@ -54,23 +55,38 @@ def test_each_source_has_its_own_figures(tmp_path: Path) -> None:
     assert (figures["source_b/groups"], figures["source_b/reward_mean"]) == (2.0, 0.5)
     assert figures["source_a/response_tokens_mean"] == sum(int(row.mask.sum()) for row in own) / len(own)
     assert sorted(named_sources([figures])) == ["a", "b"]
-    failed = row_metrics([replace(row, reward=None, failure="raised") for row in own])
+    failed = row_metrics([replace(row, reward=None, failure="raised") for row in own], 1)
     assert figures_of("a", failed).keys() == {"groups", "response_tokens_mean"}
-    assert not named_sources([row_metrics(rows)])
+    assert not named_sources([row_metrics(rows, 1)])
+
+
+def test_the_age_is_of_the_tokens_that_are_trained(tmp_path: Path) -> None:
+    first, second, third, *_ = make_rows(make_tiny_model(tmp_path / "model"), num_groups=1)
+    rows = [
+        replace(first, version=np.where(first.mask, 3, -1)),
+        replace(second, version=np.where(second.mask, 1, -1)),
+        replace(third, skipped="stale"),
+    ]
+    old, new = int(second.mask.sum()), int(first.mask.sum())
+    figures = row_metrics(rows, 6)
+    assert (figures["tokens"], figures["sequences"], figures["groups"]) == (old + new, 2.0, 1.0)
+    assert figures["age_mean"] == pytest.approx((4 * old + 2 * new) / (old + new))
+    assert figures["age_max"] == 4.0
+    assert row_metrics(rows[2:], 6)["age_mean"] == 0.0
 
 
 def test_conversations_have_figures_and_single_answers_none(tmp_path: Path) -> None:
     first, second, third, *_ = make_rows(make_tiny_model(tmp_path / "model"), num_groups=1)
     talked = replace(first, turns_json="[1]", num_turns=2, num_tool_calls=3, outcome="environment_done")
     cut = replace(second, turns_json="[1]", num_turns=5, num_malformed_calls=2, num_cut_turns=1, outcome="turn_limit")
-    figures = row_metrics([talked, cut])
+    figures = row_metrics([talked, cut], 1)
     assert (figures["turns_mean"], figures["tool_calls_mean"]) == (3.5, 1.5)
     assert figures["turn_tokens_mean"] == (talked.mask.sum() + cut.mask.sum()) / 7
     assert figures["turns_done_mean"] == 2.0
-    assert "turns_done_mean" not in row_metrics([cut])
+    assert "turns_done_mean" not in row_metrics([cut], 1)
     assert (figures["malformed_calls_mean"], figures["cut_turns_mean"]) == (1.0, 0.5)
     assert (figures["ended_environment_done"], figures["ended_turn_limit"]) == (0.5, 0.5)
-    assert not [name for name in row_metrics([third]) if name.startswith(("turn", "ended", "tool"))]
+    assert not [name for name in row_metrics([third], 1) if name.startswith(("turn", "ended", "tool"))]
 
 
 def outside(sigma: float, low: float, high: float) -> float:

@@ -1,4 +1,4 @@
-"""The metrics of a step under their public names that follow from its rows and from its batch.
+"""The metrics of a step under their public names that follow from its rows alone, trained or not.
 
 Those of its updates are the objective's, and times come from the learner's step clock.
 """
@@ -16,15 +16,14 @@ import torch
 from gspo.common.config.evaluation import MOST_PARTS
 from gspo.common.telemetry.source_figures import SOURCE_FIGURES, source_figure
 from gspo.learner.assembly.rows import Row
-from gspo.learner.model.batch import StepBatch
-from gspo_core.figures import age_stats, reward_stats
+from gspo_core.figures import reward_stats
 from gspo_core.stats import figures
 
 SKIP_REASONS = ("failed", "truncated", "stale")
 
 
-def row_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Metrics of the rows alone: rewards, lengths, and skipped rollouts by reason."""
+def row_metrics(rows: Sequence[Row], step: int) -> dict[str, float]:
+    """Rewards, lengths, skipped rollouts by reason, and how much is trained on in a step, of which age."""
     skipped = Counter(row.skipped for row in rows)
     lengths = [int(row.mask.sum()) for row in rows]
     counted = {
@@ -36,7 +35,7 @@ def row_metrics(rows: Sequence[Row]) -> dict[str, float]:
         **_branch_metrics(rows),
         **_conversation_metrics(rows),
     }
-    return counted | _reward_metrics(rows) | _source_metrics(rows)
+    return counted | _reward_metrics(rows) | _source_metrics(rows) | _trained_metrics(rows, step)
 
 
 def _answer_metrics(rows: Sequence[Row]) -> dict[str, float]:
@@ -134,13 +133,14 @@ def _skipped_tokens(rows: Sequence[Row], reason: str) -> int:
     return tokens
 
 
-def batch_metrics(batch: StepBatch, learner_version: int) -> dict[str, float]:
-    """How much was trained on, and how old it was."""
-    age = figures(age_stats(batch.version_BT, batch.mask_BT, learner_version))
+def _trained_metrics(rows: Sequence[Row], step: int) -> dict[str, float]:
+    """How much a step trains on, and the age of its tokens in versions."""
+    trained = [row for row in rows if row.skipped is None and row.mask.any()]
+    ages = np.concatenate([step - 1 - row.version[row.mask] for row in trained]) if trained else np.zeros(0)
     return {
-        "tokens": float(batch.mask_BT.sum()),
-        "sequences": float(len(batch)),
-        "groups": float(len({row.group for row in batch.rows})),
-        "age_mean": age["token_age_mean"],
-        "age_max": age["token_age_max"],
+        "tokens": float(len(ages)),
+        "sequences": float(len(trained)),
+        "groups": float(len({row.group for row in trained})),
+        "age_mean": float(ages.mean()) if trained else 0.0,
+        "age_max": float(ages.max(initial=0)),
     }
