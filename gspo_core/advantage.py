@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gspo_core.shapes import at_least_float32, check_matrix, check_rows, check_vector
+from gspo_core.shapes import checked_shapes
 
 NORM_EPS = 1e-6
 WHITEN_EPS = 1e-8
@@ -49,6 +49,7 @@ class RunningMoments:
         return math.sqrt(self.square_deviation / (self.count - 1))
 
 
+@checked_shapes
 def normalize_rewards(
     rewards_B: Tensor,
     group_B: Tensor,
@@ -71,7 +72,6 @@ def normalize_rewards(
     without moments, a reward that is not finite (a failed score is to be left out, it is never a number) or beyond
     +-LARGEST_REWARD.
     """
-    check_vector(rewards_B=rewards_B, group_B=group_B)
     _check_reward_options(reward_norm, reward_shift, reward_scale, reward_clip, moments)
     if not bool(torch.isfinite(rewards_B).all()):
         raise ValueError("rewards_B holds values that are not finite; leave failed rollouts out of the batch")
@@ -87,16 +87,17 @@ def normalize_rewards(
         r_B = torch.where(spread_B, scaled_B, 0.0)
     if reward_clip is not None:
         r_B = r_B.clamp(-reward_clip, reward_clip)
-    return r_B.to(at_least_float32(rewards_B))
+    return r_B.to(torch.promote_types(rewards_B.dtype, torch.float32))
 
 
+@checked_shapes
 def groups_with_spread(rewards_B: Tensor, group_B: Tensor) -> Tensor:
     """For each distinct group, whether its largest reward differs from its smallest. Bool [number of groups]."""
-    check_vector(rewards_B=rewards_B, group_B=group_B)
     _, index_B, count_G = torch.unique(group_B, return_inverse=True, return_counts=True)
     return _has_spread(rewards_B.to(torch.float64), index_B, len(count_G))
 
 
+@checked_shapes
 def overlong_penalty(length_B: Tensor, *, response_length: int, buffer: int, penalty: float) -> Tensor:
     """Penalty of an answer's reward for its length, linear within the buffer before response_length.
 
@@ -106,7 +107,6 @@ def overlong_penalty(length_B: Tensor, *, response_length: int, buffer: int, pen
     `length_B` [B] in tokens; returns [B] in float64, from 0 to `penalty`. Source: DAPO, arXiv 2503.14476, eq. 13.
     ValueError: a buffer below 1 or longer than response_length, a penalty that is negative.
     """
-    check_vector(length_B=length_B)
     if not 1 <= buffer <= response_length:
         raise ValueError(f"buffer is {buffer}; it must be from 1 to response_length, {response_length}")
     if not 0 <= penalty < math.inf:
@@ -115,6 +115,7 @@ def overlong_penalty(length_B: Tensor, *, response_length: int, buffer: int, pen
     return penalty * (over_B / buffer).clamp(0.0, 1.0)
 
 
+@checked_shapes
 def token_advantages(
     rewards_B: Tensor,
     mask_BT: Tensor,
@@ -133,21 +134,19 @@ def token_advantages(
     `rewards_B` [B], `mask_BT` [B, T]; returns [B, T] in float32 (float64 if the rewards are), 0 outside the mask.
     ValueError: shapes, gamma outside [0, 1], advantage_clip not above 0.
     """
-    check_rows(rewards_B, mask_BT, "rewards_B, mask_BT")
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"gamma is {gamma}; it must be in [0, 1]")
     _check_bound("advantage_clip", advantage_clip)
     m_BT = mask_BT.bool()
     r_BT = _reward_on_last_token(rewards_B.to(torch.float64), m_BT)
     if token_penalty_BT is not None:
-        check_matrix(mask_BT=mask_BT, token_penalty_BT=token_penalty_BT)
         r_BT = r_BT - torch.where(m_BT, token_penalty_BT.to(torch.float64), 0.0)
     A_BT = torch.where(m_BT, _return_to_go(r_BT, m_BT, gamma), 0.0)
     if whiten_advantages:
         A_BT = _whiten(A_BT, m_BT)
     if advantage_clip is not None:
         A_BT = A_BT.clamp(-advantage_clip, advantage_clip)
-    return A_BT.to(at_least_float32(rewards_B))
+    return A_BT.to(torch.promote_types(rewards_B.dtype, torch.float32))
 
 
 def _check_reward_options(

@@ -8,10 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from gspo_core.loss import sequence_log_ratio
-from gspo_core.shapes import at_least_float32, check_matrix
+from gspo_core.shapes import checked_shapes
 from gspo_core.stats import Stats, mean_stats, moment_stats
-from gspo_core.token_losses import LOG_RATIO_LIMIT
+from gspo_core.token_losses import LOG_RATIO_LIMIT, means_of_sequences
 
 BEHAVIOR_LEVELS = ("sequence", "token", "product")
 
@@ -74,17 +73,16 @@ def behavior_stats(
     }
 
 
+@checked_shapes
 def _weights(old_logp_BT: Tensor, behavior_logp_BT: Tensor, mask_BT: Tensor, behavior_level: str) -> Tensor:
-    check_matrix(old_logp_BT=old_logp_BT, behavior_logp_BT=behavior_logp_BT, mask_BT=mask_BT)
-    old_BT, behavior_BT = old_logp_BT.detach(), behavior_logp_BT.detach()
+    dtype = torch.promote_types(torch.result_type(old_logp_BT, behavior_logp_BT), torch.float32)
+    delta_BT = old_logp_BT.detach().to(dtype) - behavior_logp_BT.detach().to(dtype)
+    log_w_BT = torch.where(mask_BT.bool(), delta_BT, 0.0)
     if behavior_level == "sequence":
-        log_w_BT = sequence_log_ratio(old_BT, behavior_BT, mask_BT)[:, None].expand_as(old_BT)
-    elif behavior_level in ("token", "product"):
-        dtype = at_least_float32(old_BT, behavior_BT)
-        log_w_BT = torch.where(mask_BT.bool(), old_BT.to(dtype) - behavior_BT.to(dtype), 0.0)
-        if behavior_level == "product":
-            log_w_BT = log_w_BT.sum(-1, keepdim=True).expand_as(old_BT)
-    else:
+        log_w_BT = means_of_sequences(log_w_BT, mask_BT, None).expand_as(log_w_BT)
+    elif behavior_level == "product":
+        log_w_BT = log_w_BT.sum(-1, keepdim=True).expand_as(log_w_BT)
+    elif behavior_level != "token":
         raise ValueError(f"behavior_level is {behavior_level!r}; it must be one of {', '.join(BEHAVIOR_LEVELS)}")
     return torch.exp(log_w_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 

@@ -1,4 +1,4 @@
-"""The figures of a step beside its loss: mismatch between engines, what noise does to the clip, spread.
+"""The figures of a step: ratios and clipped shares, mismatch between engines, what noise does to the clip, spread.
 
 Not a metrics client: names and numbers only; the learner gives them to its log, its terminal and Prometheus.
 """
@@ -9,14 +9,67 @@ import torch
 from torch import Tensor
 
 from gspo_core.advantage import groups_with_spread
-from gspo_core.branches import lengths_of_sequences, means_of_sequences
-from gspo_core.shapes import check_matrix
+from gspo_core.kl import kl_divergence
+from gspo_core.shapes import checked_shapes
 from gspo_core.stats import Stats, mean_stats, moment_stats
-from gspo_core.token_losses import clip_scale, clip_sides
+from gspo_core.token_losses import (
+    SampledTokens,
+    TokenLoss,
+    clip_scale,
+    clip_sides,
+    lengths_of_sequences,
+    means_of_sequences,
+)
 
 # Sides of a clip at which `noise_stats` counts: a hundred for each power of ten, so 2.3 % from one to the next.
 _SIDES = torch.logspace(-9, 3, 1201, dtype=torch.float64)
 _BEYOND = "noise_beyond_side.sum"  # sequences outside each of these sides
+
+
+@torch.no_grad()
+def policy_stats(tokens: SampledTokens, of_tokens: TokenLoss) -> Stats:
+    """Sums for stats.merge and figures: those of `ratio_stats`, and what the objective's bounds change.
+
+    clipped_{low,high}_{sequences,tokens}: share that the objective's bound changes, on either side; a sequence counts
+        when any of its tokens does. Under cispo the weight is bounded, under the others the gradient is 0.
+    outside_clip_sequences: share beyond a bound for any A; the figure to hold against noise_share.
+    dual_clipped_tokens: share cut by the dual clip.
+
+    With branches, sequences are branches.
+    """
+    m_BT, branch_BT = tokens.mask_BT, tokens.branch_BT
+    changed_BT = {
+        "clipped_low": of_tokens.cut_low_BT,
+        "clipped_high": of_tokens.cut_high_BT,
+        "outside_clip": of_tokens.below_BT | of_tokens.above_BT,
+    }
+    changed_BK = {name: lengths_of_sequences(m_BT & x_BT, branch_BT) > 0 for name, x_BT in changed_BT.items()}
+    valid_BK = lengths_of_sequences(m_BT, branch_BT) > 0
+    stats = mean_stats("dual_clipped_tokens", of_tokens.dual_BT, m_BT)
+    for name, x_BT in changed_BT.items():
+        stats |= mean_stats(f"{name}_sequences", changed_BK[name], valid_BK)
+        if name != "outside_clip":
+            stats |= mean_stats(f"{name}_tokens", x_BT, m_BT)
+    return stats | ratio_stats(tokens)
+
+
+@torch.no_grad()
+def ratio_stats(tokens: SampledTokens) -> Stats:
+    """The stats that need no bound.
+
+    log_ratio, token_log_ratio: mean, std, max over sequences (log s_i) and over tokens (delta_it).
+    k1, k3: KL(old || policy), mean over tokens. advantage: mean, std, max over tokens.
+    """
+    delta_BT, m_BT, branch_BT = tokens.delta_BT, tokens.mask_BT, tokens.branch_BT
+    k1_BT, k3_BT = (kl_divergence(-delta_BT, torch.zeros_like(delta_BT), kind) for kind in ("k1", "k3"))
+    mean_BK, length_BK = means_of_sequences(delta_BT, m_BT, branch_BT), lengths_of_sequences(m_BT, branch_BT)
+    return {
+        **moment_stats("log_ratio", mean_BK, length_BK > 0),
+        **moment_stats("token_log_ratio", delta_BT, m_BT),
+        **mean_stats("k1", k1_BT, m_BT),
+        **mean_stats("k3", k3_BT, m_BT),
+        **moment_stats("advantage", tokens.A_BT, m_BT),
+    }
 
 
 def mismatch_stats(
@@ -37,9 +90,9 @@ def mismatch_stats(
     }
 
 
+@checked_shapes
 def _mismatch(learner_logp_BT: Tensor, behavior_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """learner_it - behavior_it in float64, 0 outside the mask."""
-    check_matrix(learner_logp_BT=learner_logp_BT, behavior_logp_BT=behavior_logp_BT, mask_BT=mask_BT)
     return torch.where(mask_BT.bool(), learner_logp_BT.detach().double() - behavior_logp_BT.detach().double(), 0.0)
 
 

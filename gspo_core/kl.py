@@ -6,13 +6,14 @@ Not the penalty itself: coefficients and sums belong to the caller (loss.aggrega
 import torch
 from torch import Tensor
 
-from gspo_core.shapes import at_least_float32, check_matrix
+from gspo_core.shapes import checked_shapes
 
 K3_LIMIT = 10.0
 # exp(20) is far beyond K3_LIMIT, so this changes no value; it keeps inf out of exp, whose gradient would be NaN.
 EXPONENT_LIMIT = 20.0
 
 
+@checked_shapes
 def kl_divergence(logp_BT: Tensor, ref_logp_BT: Tensor, kind: str = "k3") -> Tensor:
     """KL(policy || reference) at each token sampled from the policy, d = ref - logp.
 
@@ -25,8 +26,7 @@ def kl_divergence(logp_BT: Tensor, ref_logp_BT: Tensor, kind: str = "k3") -> Ten
     Both inputs [B, T]; returns [B, T] in float32 (float64 if an input is). Differentiable in both.
     ValueError: shapes that differ, unknown kind.
     """
-    check_matrix(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT)
-    dtype = at_least_float32(logp_BT, ref_logp_BT)
+    dtype = torch.promote_types(torch.result_type(logp_BT, ref_logp_BT), torch.float32)
     d_BT = ref_logp_BT.to(dtype) - logp_BT.to(dtype)
     if kind == "k1":
         return -d_BT

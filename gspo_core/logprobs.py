@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gspo_core.shapes import at_least_float32
-
 # Numbers that softmax works on at a time, 16 MiB in float32: from pass to pass they stay in the processor's cache.
 BLOCK_NUMBERS = 2**22
 # On a GPU so many, or so many rows: its time goes into starting kernels where blocks are small.
@@ -116,7 +114,8 @@ class Products:
     """
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, temperature: float) -> None:
-        self.dtype, self._scale = at_least_float32(hidden_ND, weight_VD), 1 / temperature
+        self.dtype = torch.promote_types(torch.result_type(hidden_ND, weight_VD), torch.float32)
+        self._scale = 1 / temperature
         is_low = hidden_ND.dtype == torch.bfloat16 and self.dtype == torch.float32
         self.precision = torch.bfloat16 if is_low else self.dtype
         # Only a GPU multiplies bf16 and adds up in float32. In float32 the products of bf16 numbers are exact.

@@ -1,6 +1,7 @@
-"""The policy loss: the token losses of an objective added up in one of five ways, and its stats.
+"""The policy loss: the token losses of an objective added up in one of five ways.
 
-token_losses.py has the objectives and their ratios. Not here: advantages, log-probs, coefficients, the backward pass.
+token_losses.py has the objectives and their ratios, figures.py the stats.
+Not here: advantages, log-probs, coefficients, the backward pass.
 One call may see one micro-batch of a step. The aggregation is of whole rollouts, whose branches weigh alike.
 """
 
@@ -10,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_core.branches import lengths_of_sequences, means_of_sequences
-from gspo_core.kl import kl_divergence
-from gspo_core.shapes import check_matrix, check_rows
-from gspo_core.stats import Stats, mean_stats, moment_stats
-from gspo_core.token_losses import SampledTokens, TokenLoss, clip_loss
+from gspo_core.figures import policy_stats
+from gspo_core.shapes import checked_shapes
+from gspo_core.stats import Stats
+from gspo_core.token_losses import SampledTokens, clip_loss, means_of_sequences
 
 LOSS_AGG_MODES = (
     "seq-mean-token-mean",
@@ -78,6 +78,7 @@ def policy_loss(
     return PolicyLoss(loss, policy_stats(tokens, of_tokens))
 
 
+@checked_shapes
 def aggregate_loss(
     l_BT: Tensor,
     mask_BT: Tensor,
@@ -105,7 +106,6 @@ def aggregate_loss(
     least 1; None: 1 each, and then seq-mean-turn-mean is token-mean. Nothing to count gives 0.
     `l_BT`, `mask_BT` [B, T]; returns 0-dim. ValueError: shapes, unknown mode, no T_max, a negative count.
     """
-    check_matrix(l_BT=l_BT, mask_BT=mask_BT)
     m_BT = mask_BT.bool()
     l_BT = torch.where(m_BT, l_BT, 0.0)
     if loss_agg_mode == "token-mean":
@@ -126,58 +126,9 @@ def aggregate_loss(
     if loss_agg_mode == "seq-mean-turn-mean":
         if turns_B is None:
             turns_B, num_turns = torch.ones_like(L_B), num_sequences
-        check_rows(turns_B, mask_BT, "turns_B, mask_BT")
         M, K = _at_least_one("num_tokens", num_tokens, m_BT), _at_least_one("num_turns", num_turns, turns_B * (L_B > 0))
         return (l_BT.sum(-1) / turns_B.clamp(min=1)).sum() / N / M * K
     raise ValueError(f"loss_agg_mode is {loss_agg_mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}")
-
-
-@torch.no_grad()
-def policy_stats(tokens: SampledTokens, of_tokens: TokenLoss) -> Stats:
-    """Sums for stats.merge and figures: those of `ratio_stats`, and what the objective's bounds change.
-
-    clipped_{low,high}_{sequences,tokens}: share that the objective's bound changes, on either side; a sequence counts
-        when any of its tokens does. Under cispo the weight is bounded, under the others the gradient is 0.
-    outside_clip_sequences: share beyond a bound for any A; the figure to hold against noise_share.
-    dual_clipped_tokens: share cut by the dual clip.
-
-    With branches, sequences are branches.
-    """
-    m_BT, branch_BT = tokens.mask_BT, tokens.branch_BT
-    changed_BT = {
-        "clipped_low": of_tokens.cut_low_BT,
-        "clipped_high": of_tokens.cut_high_BT,
-        "outside_clip": of_tokens.below_BT | of_tokens.above_BT,
-    }
-    valid_BK, stats = _has_any(m_BT, branch_BT), ratio_stats(tokens)
-    for name, x_BT in changed_BT.items():
-        stats |= mean_stats(f"{name}_sequences", _has_any(m_BT & x_BT, branch_BT), valid_BK)
-        if name != "outside_clip":
-            stats |= mean_stats(f"{name}_tokens", x_BT, m_BT)
-    return stats | mean_stats("dual_clipped_tokens", of_tokens.dual_BT, m_BT)
-
-
-@torch.no_grad()
-def ratio_stats(tokens: SampledTokens) -> Stats:
-    """The stats that need no bound.
-
-    log_ratio, token_log_ratio: mean, std, max over sequences (log s_i) and over tokens (delta_it).
-    k1, k3: KL(old || policy), mean over tokens. advantage: mean, std, max over tokens.
-    """
-    delta_BT, m_BT, branch_BT = tokens.delta_BT, tokens.mask_BT, tokens.branch_BT
-    k1_BT, k3_BT = (kl_divergence(-delta_BT, torch.zeros_like(delta_BT), kind) for kind in ("k1", "k3"))
-    return {
-        **moment_stats("log_ratio", means_of_sequences(delta_BT, m_BT, branch_BT), _has_any(m_BT, branch_BT)),
-        **moment_stats("token_log_ratio", delta_BT, m_BT),
-        **mean_stats("k1", k1_BT, m_BT),
-        **mean_stats("k3", k3_BT, m_BT),
-        **moment_stats("advantage", tokens.A_BT, m_BT),
-    }
-
-
-def _has_any(x_BT: Tensor, branch_BT: Tensor | None) -> Tensor:
-    """Whether x is true at any token of a sequence, Bool [B, K]."""
-    return lengths_of_sequences(x_BT, branch_BT) > 0
 
 
 def _at_least_one(name: str, step_wide: float | None, counted: Tensor) -> Tensor | float:

@@ -1,46 +1,46 @@
 """Shape checks: every public function refuses tensors of wrong shapes, by name.
 
-Not a tensor library: three checks and the dtype that sums are made in.
+Not a tensor library: one decorator.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
-
-def check_matrix(**tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors (given by name) are [B, T] with the same B and T."""
-    _check_alike(2, "[B, T]", tensors)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def check_vector(**tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors (given by name) are [B] with the same B."""
-    _check_alike(1, "[B]", tensors)
+def checked_shapes(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function refuse tensors of other shapes than the suffixes of their parameters: `x_BT` is [B, T].
+
+    Equal letters are equal sizes over all parameters. Those without a suffix are not looked at, nor is None.
+    The decorated function raises ValueError for the first tensor that does not fit.
+    """
+    signature = inspect.signature(function)
+    letters = {name: name.rpartition("_")[2] for name in signature.parameters}
+    letters = {name: suffix for name, suffix in letters.items() if suffix and suffix.isupper()}
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        arguments = signature.bind(*args, **kwargs).arguments
+        _check({name: arguments[name] for name in letters if arguments.get(name) is not None}, letters)
+        return function(*args, **kwargs)
+
+    return checked
 
 
-def _check_alike(num_dimensions: int, letters: str, tensors: Mapping[str, Tensor]) -> None:
-    (first_name, first), *others = tensors.items()
-    if first.dim() != num_dimensions:
-        raise ValueError(f"{first_name} has shape {tuple(first.shape)}; it must be {letters}")
-    for name, tensor in others:
-        if tensor.shape != first.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, {first_name} has {tuple(first.shape)}; "
-                f"they must be the same {letters}"
-            )
-
-
-def check_rows(rows_B: Tensor, matrix_BT: Tensor, names: str) -> None:
-    """Raise ValueError unless one tensor is [B], the other [B, T], with the same B. `names` is "rows, matrix"."""
-    if rows_B.dim() != 1 or matrix_BT.dim() != 2 or len(rows_B) != len(matrix_BT):
-        raise ValueError(
-            f"{names} have shapes {tuple(rows_B.shape)} and {tuple(matrix_BT.shape)}; they must be [B] and [B, T]"
-        )
-
-
-def at_least_float32(*tensors: Tensor) -> torch.dtype:
-    """The dtype to compute in: float64 if any tensor is float64, else float32 (also for bf16 and integers)."""
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
-        return torch.float64
-    return torch.float32
+def _check(tensors: dict[str, Tensor], letters: dict[str, str]) -> None:
+    first: dict[str, str] = {}  # letter -> the first parameter that has it
+    for name, tensor in tensors.items():
+        described = f"{name} has shape {tuple(tensor.shape)}"
+        if tensor.dim() != len(letters[name]):
+            raise ValueError(f"{described}; it must be [{', '.join(letters[name])}]")
+        for place, letter in enumerate(letters[name]):
+            other = first.setdefault(letter, name)
+            if tensor.shape[place] != tensors[other].shape[letters[other].index(letter)]:
+                shapes = " and ".join(dict.fromkeys(f"[{', '.join(letters[it])}]" for it in (name, other)))
+                raise ValueError(f"{described}, {other} has {tuple(tensors[other].shape)}; they must be {shapes}")

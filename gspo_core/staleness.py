@@ -9,15 +9,15 @@ versions old. Only tokens in the mask count, so an old prompt or tool answer mak
 import torch
 from torch import Tensor
 
-from gspo_core.shapes import check_matrix
+from gspo_core.shapes import checked_shapes
 
 
+@checked_shapes
 def token_age(version_BT: Tensor, mask_BT: Tensor, learner_version: int) -> Tensor:
     """learner_version - version at each policy token, 0 elsewhere. Integers [B, T] in, [B, T] out.
 
     ValueError: shapes, or a policy token from a version that the learner has not made yet.
     """
-    check_matrix(version_BT=version_BT, mask_BT=mask_BT)
     age_BT = torch.where(mask_BT.bool(), learner_version - version_BT.long(), 0)
     if age_BT.numel() and int(age_BT.min()) < 0:
         newest = learner_version - int(age_BT.min())

@@ -14,6 +14,9 @@ With branches, s_i becomes that of the token's branch k, over its L_ik tokens:
 
     s_ik = exp(sum_(t in k) m_it (logp_it - old_it) / L_ik)
 
+`branch_BT` [B, T] is the number of each token's branch, from 0; None where a rollout is one sequence. Values of
+sequences are [B, K], K the highest number of branches, 1 for None.
+
 Not here: sums over tokens and sequences; loss.py has them.
 """
 
@@ -23,8 +26,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from gspo_core.branches import at_tokens, lengths_of_sequences, means_of_sequences
-from gspo_core.shapes import at_least_float32, check_matrix
+from gspo_core.shapes import checked_shapes
 
 IMPORTANCE_SAMPLINGS = ("seq", "token", "seq_token")
 # exp(60) = 1e26: sums of it over a batch stay finite in float32. No ratio that means anything is near it.
@@ -33,6 +35,30 @@ LOG_RATIO_LIMIT = 60.0
 _LEAST_SURPRISE = 1e-12
 # One for all tokens, or one for each: [B, T].
 Bound = float | Tensor
+
+
+def sums_of_sequences(x_BT: Tensor, branch_BT: Tensor | None) -> Tensor:
+    """The sum of each sequence, [B, K]; 0 where a rollout has no such branch."""
+    if branch_BT is None:
+        return x_BT.sum(-1, keepdim=True)
+    K = int(branch_BT.max()) + 1 if branch_BT.numel() else 1
+    dtype = x_BT.dtype if x_BT.is_floating_point() else torch.long
+    return x_BT.new_zeros(len(x_BT), K, dtype=dtype).scatter_add(1, branch_BT, x_BT.to(dtype))
+
+
+def lengths_of_sequences(mask_BT: Tensor, branch_BT: Tensor | None) -> Tensor:
+    """L: the counted tokens of each sequence, [B, K]."""
+    return sums_of_sequences(mask_BT.bool(), branch_BT)
+
+
+def means_of_sequences(x_BT: Tensor, mask_BT: Tensor, branch_BT: Tensor | None) -> Tensor:
+    """sum_t x / L of each sequence, [B, K]; x is 0 outside the mask. 0 for a sequence without tokens."""
+    return sums_of_sequences(x_BT, branch_BT) / lengths_of_sequences(mask_BT, branch_BT).clamp(min=1)
+
+
+def at_tokens(x_BK: Tensor, mask_BT: Tensor, branch_BT: Tensor | None) -> Tensor:
+    """Each token's value of its sequence, [B, T]."""
+    return x_BK.expand(mask_BT.shape) if branch_BT is None else x_BK.gather(1, branch_BT)
 
 
 class SampledTokens(NamedTuple):
@@ -51,6 +77,7 @@ class SampledTokens(NamedTuple):
     branch_BT: Tensor | None = None
 
     @classmethod
+    @checked_shapes
     def of(
         cls,
         logp_BT: Tensor,
@@ -60,10 +87,7 @@ class SampledTokens(NamedTuple):
         branch_BT: Tensor | None = None,
     ) -> Self:
         """Values on padding, be they NaN, reach no loss or gradient. ValueError: shapes that differ."""
-        check_matrix(logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT)
-        if branch_BT is not None:
-            check_matrix(mask_BT=mask_BT, branch_BT=branch_BT)
-        dtype, m_BT = at_least_float32(logp_BT, old_logp_BT), mask_BT.bool()
+        dtype, m_BT = torch.promote_types(torch.result_type(logp_BT, old_logp_BT), torch.float32), mask_BT.bool()
         logp_BT, old_BT, A_BT = (
             torch.where(m_BT, x_BT.to(dtype), 0.0) for x_BT in (logp_BT, old_logp_BT.detach(), advantage_BT.detach())
         )

@@ -292,7 +292,11 @@ def rank_micro_batches(
     cuts = []
     for r in range(num_ranks):
         own = ordered[r::num_ranks]
-        cut = packed_micro_batches(_lengths(batch, own), max_tokens) if packing else _padded(batch, own, max_tokens)
+        if packing:
+            cut = packed_micro_batches([len(batch.sequences[row]) for row in own], max_tokens)
+        else:
+            longest = [max(branch.length for branch in batch.branches[row]) for row in own]
+            cut = micro_batches(longest, max_tokens, [len(batch.branches[row]) for row in own])
         cuts.append([[own[i] for i in part] for part in cut])
     missing = max(map(len, cuts)) - len(cuts[rank])
     parts = cuts[rank] + [ordered[-1:]] * missing
@@ -339,15 +343,6 @@ def _branch_numbers(row: Row) -> NDArray[np.int64]:
     return np.searchsorted(row.branch_starts, np.arange(len(row.token_ids)), side="right")
 
 
-def _lengths(batch: StepBatch, rows: Sequence[int]) -> list[int]:
-    return [len(batch.sequences[row]) for row in rows]
-
-
-def _padded(batch: StepBatch, rows: Sequence[int], max_tokens: int) -> list[list[int]]:
-    lengths = [max(branch.length for branch in batch.branches[row]) for row in rows]
-    return micro_batches(lengths, max_tokens, [len(batch.branches[row]) for row in rows])
-
-
 def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | None, backward: bool) -> MicroBatch:
     row_R = torch.tensor(rows, dtype=torch.long)
     lengths = [branch.length for row in rows for branch in batch.branches[row]]
@@ -362,7 +357,7 @@ def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | Non
     place_I = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
     input_I = torch.cat([batch.sequences[row] for row in rows])
     input_RS = input_I.new_zeros(num_rows * width).index_copy(0, place_I, input_I).view(num_rows, width)
-    first_R = np.cumsum([0, *_lengths(batch, rows)])
+    first_R = np.cumsum([0, *(len(batch.sequences[row]) for row in rows)])
     state_N = place_I[torch.cat([int(first) + batch.states[row] for first, row in zip(first_R, rows, strict=False)])]
     mask_RT = batch.mask_BT[row_R]
     mask_RT = mask_RT[:, : int(mask_RT.any(0).nonzero()[-1]) + 1]

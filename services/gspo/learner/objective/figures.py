@@ -12,7 +12,7 @@ from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.learner.model.batch import StepBatch
 from gspo.learner.objective.own_loss import OWN_FIGURE
 from gspo_core.figures import independent_sigma, mismatch_stats, noise_clip, noise_stats, normal_noise_share
-from gspo_core.stats import Stats, figures
+from gspo_core.stats import Stats
 from gspo_core.token_losses import clip_sides
 
 _LOSS_FIGURES = ("outside_clip_sequences", "dual_clipped_tokens", "k1", "k3", "reference_kl", "teacher_kl", "entropy")
@@ -53,17 +53,10 @@ def compared_stats(
     )
 
 
-def correction_metrics(batch: StepBatch, mask_BT: Tensor, stats: Stats) -> dict[str, float]:
-    """Weights of the behavior correction, and the tokens before and after it; empty without one.
-
-    Args:
-        mask_BT, stats: After the correction, and of it.
-    """
-    if not stats:
-        return {}
-    seen, sequences, tokens = figures(stats), float(mask_BT.any(-1).sum()), float(mask_BT.sum())
+def correction_metrics(batch: StepBatch, mask_BT: Tensor) -> dict[str, float]:
+    """The tokens before and after the behavior correction of a whole step, whose mask this is."""
+    sequences, tokens = float(mask_BT.any(-1).sum()), float(mask_BT.sum())
     return {
-        **_weight_figures(seen),
         "skipped_behavior": len(batch) - sequences,
         "skipped_tokens_behavior": float(batch.mask_BT.sum()) - tokens,
         "sequences": sequences,
@@ -79,12 +72,11 @@ def _weight_figures(seen: Mapping[str, float]) -> dict[str, float]:
     return {**{name: seen[name] for name in _CORRECTION_FIGURES}, "behavior_weight_geomean": geometric_mean}
 
 
-def objective_metrics(stats: Stats) -> dict[str, float]:
+def objective_metrics(seen: Mapping[str, float]) -> dict[str, float]:
     """Ratios, clipping, advantages, divergences and masked outliers over all optimizer steps of the step.
 
     Under a loss of the user's own nothing is clipped by a key: such figures are absent, and the loss's own are there.
     """
-    seen = figures(stats)
     clipped: dict[str, float] = {name: mean for name, mean in seen.items() if name.startswith(OWN_FIGURE)}
     for unit in ("sequences", "tokens") if "clipped_low_tokens" in seen else ():
         low, high = seen[f"clipped_low_{unit}"], seen[f"clipped_high_{unit}"]
@@ -94,15 +86,17 @@ def objective_metrics(stats: Stats) -> dict[str, float]:
     return clipped | moments | others | _weight_figures(seen)
 
 
-def mismatch_metrics(algorithm: AlgorithmConfig, stats: Stats, length_B: Tensor) -> dict[str, float]:
+def mismatch_metrics(
+    algorithm: AlgorithmConfig, stats: Stats, seen: Mapping[str, float], length_B: Tensor
+) -> dict[str, float]:
     """Noise between generator and learner at equal weights; empty if no token was compared.
 
     Args:
+        seen: The figures of the stats.
         length_B: Counted tokens of each sequence; a sequence without any is left out of the shares.
     """
     if not float(stats.get("mismatch.count", 0.0)):
         return {}
-    seen = figures(stats)
     sigma_token, sigma_sequence = seen["mismatch_std"], seen["sequence_mismatch_std"]
     measured_metrics = {
         "sigma_token": sigma_token,
@@ -131,7 +125,12 @@ def at_start(stats: Stats) -> Stats:
 
 
 def clip_metrics(
-    algorithm: AlgorithmConfig, stats: Stats, length_B: Tensor, mismatch: Mapping[str, float], *, is_fresh: bool
+    algorithm: AlgorithmConfig,
+    seen: Mapping[str, float],
+    length_B: Tensor,
+    mismatch: Mapping[str, float],
+    *,
+    is_fresh: bool,
 ) -> dict[str, float]:
     """Why sequences are outside the clip: parts of outside_clip_sequences that add up to it.
 
@@ -140,14 +139,13 @@ def clip_metrics(
     was measured. Under recompute, the first ratio is 1, and neither is part of it. Unknown parts are absent.
 
     Args:
-        stats: With those of `at_start`.
+        seen: The figures of a step's stats, with those of `at_start`.
         mismatch: The figures of `mismatch_metrics`.
         is_fresh: Whether the newest version sampled every counted token.
     """
     if not algorithm.clips_sequences:
         return {}
-    seen, sides = figures(stats), {}
-    start = seen["start_outside_clip_sequences"]
+    sides, start = {}, seen["start_outside_clip_sequences"]
     if algorithm.pg_clip_reference_length is not None:
         low_B, high_B = clip_sides(length_B[length_B > 0], *algorithm.clip, algorithm.pg_clip_reference_length)
         sides = {"clip_low_mean": float(low_B.mean()), "clip_high_mean": float(high_B.mean())}

@@ -5,8 +5,9 @@ The one place where the keys of algorithm and teacher become arguments of gspo_c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from gspo.learner.model.batch import MicroBatch, StepBatch
 from gspo.learner.objective import figures
 from gspo.learner.objective.own_loss import LossBatch, OwnLoss
 from gspo_core.advantage import token_advantages
-from gspo_core.branches import lengths_of_sequences
 from gspo_core.correction import behavior_stats, behavior_weights
+from gspo_core.figures import policy_stats, ratio_stats
 from gspo_core.kl import kl_divergence
-from gspo_core.loss import aggregate_loss, policy_stats, ratio_stats
+from gspo_core.loss import aggregate_loss
 from gspo_core.stats import Stats, mean_stats
-from gspo_core.token_losses import SampledTokens, TokenLoss, cispo_loss, clip_loss, dppo_loss
+from gspo_core.stats import figures as stats_figures
+from gspo_core.token_losses import SampledTokens, TokenLoss, cispo_loss, clip_loss, dppo_loss, lengths_of_sequences
 
 # Columns that scorers make: log-probs [B, T] by the policy at the step's first weights, by the first policy, and by the
 # teacher. They are at the temperature of the sampling, and mean nothing outside the mask.
@@ -77,6 +79,7 @@ class Objective:
         self._teaches_by_loss = teacher.used and teacher.kl_in == "loss"
         loss = algorithm.loss
         self._own_loss = OwnLoss(loss.path, loss.entry) if loss.path is not None else None
+        self._token_loss = _token_loss(algorithm)
 
     def targets(self, batch: StepBatch, columns: Mapping[str, Tensor]) -> StepTargets:
         """Correct for stale behavior, penalise by KL, and place the advantages, over the whole step."""
@@ -134,6 +137,11 @@ class Objective:
             InputError: The user's own loss raised, or returned no losses.
         """
         algorithm, mask_RT = self._algorithm, micro.take_mask(targets.mask_BT)
+        old_RT, advantage_RT = micro.take(targets.old_BT), micro.take(targets.advantage_BT)
+        reference_RT, teacher_RT, branch_RT = (
+            None if x_BT is None else micro.take(x_BT)
+            for x_BT in (targets.reference_BT, targets.teacher_BT, targets.branch_BT)
+        )
         aggregated = {
             "loss_agg_mode": algorithm.loss_agg_mode,
             "max_response_length": algorithm.response_length,
@@ -144,15 +152,10 @@ class Objective:
         def aggregate(l_RT: Tensor) -> Tensor:
             return aggregate_loss(l_RT, mask_RT, **aggregated)
 
-        old_RT, advantage_RT = micro.take(targets.old_BT), micro.take(targets.advantage_BT)
+        tokens = SampledTokens.of(logp_RT, old_RT, advantage_RT, mask_RT, branch_RT)
         # This mask is known only after the forward pass, so its tokens stay in L_i, N and M, as clipped ones do.
         _, keep_RT, stats = self._correction("inference", logp_RT.detach(), old_RT, mask_RT)
-        advantage_RT = torch.where(keep_RT, advantage_RT, 0.0)
-        reference_RT, teacher_RT, branch_RT = (
-            None if x_BT is None else micro.take(x_BT)
-            for x_BT in (targets.reference_BT, targets.teacher_BT, targets.branch_BT)
-        )
-        tokens = SampledTokens.of(logp_RT, old_RT, advantage_RT, mask_RT, branch_RT)
+        tokens = tokens._replace(A_BT=torch.where(keep_RT, tokens.A_BT, 0.0))
         l_RT, policy = self._policy_loss(tokens, entropy_RT, reference_RT)
         # Without a bonus, its gradient would cost a pass over the logits for nothing.
         entropy_RT = entropy_RT if algorithm.entropy_coef else entropy_RT.detach()
@@ -180,12 +183,13 @@ class Objective:
             is_fresh: Whether the newest version sampled every counted token.
         """
         length_B = lengths_of_sequences(targets.mask_BT, targets.branch_BT).flatten()
-        mismatch = figures.mismatch_metrics(self._algorithm, stats, length_B)
+        seen = stats_figures(targets.stats) | stats_figures(stats)
+        mismatch = figures.mismatch_metrics(self._algorithm, stats, seen, length_B)
         return {
-            **figures.correction_metrics(batch, targets.mask_BT, targets.stats),
-            **figures.objective_metrics(stats),
+            **(figures.correction_metrics(batch, targets.mask_BT) if targets.stats else {}),
+            **figures.objective_metrics(seen),
             **mismatch,
-            **figures.clip_metrics(self._algorithm, stats, length_B, mismatch, is_fresh=is_fresh),
+            **figures.clip_metrics(self._algorithm, seen, length_B, mismatch, is_fresh=is_fresh),
         }
 
     def _policy_loss(
@@ -193,28 +197,13 @@ class Objective:
     ) -> tuple[Tensor, Stats]:
         """The loss of each token, and the sums of its figures."""
         if self._own_loss is None:
-            of_tokens = self._keys_loss(tokens)
+            of_tokens = self._token_loss(tokens)
             return of_tokens.l_BT, policy_stats(tokens, of_tokens)
         inputs = LossBatch(
             tokens.logp_BT, tokens.old_BT, tokens.A_BT, tokens.mask_BT, entropy_RT.detach(), reference_RT
         )
         l_RT, stats = self._own_loss(inputs.counted())
         return l_RT, stats | ratio_stats(tokens)
-
-    def _keys_loss(self, tokens: SampledTokens) -> TokenLoss:
-        """The objective of gspo_core that the keys select."""
-        algorithm = self._algorithm
-        if algorithm.bounds_divergence:
-            return dppo_loss(tokens, *algorithm.clip, divergence=algorithm.objective)
-        if algorithm.objective == "cispo":
-            return cispo_loss(tokens, *algorithm.clip, importance_sampling=algorithm.importance_sampling)
-        return clip_loss(
-            tokens,
-            *algorithm.clip,
-            importance_sampling=algorithm.importance_sampling,
-            dual_clip=algorithm.dual_clip,
-            reference_length=algorithm.pg_clip_reference_length,
-        )
 
     def _correction(
         self, old_logprobs: str, logp_BT: Tensor, behavior_BT: Tensor, mask_BT: Tensor
@@ -229,3 +218,21 @@ class Objective:
         compared, level = (logp_BT, behavior_BT, mask_BT), algorithm.behavior_level
         kind, stats = algorithm.behavior_correction, behavior_stats(*compared, behavior_level=level, bounds=bounds)
         return *behavior_weights(*compared, behavior_correction=kind, behavior_level=level, bounds=bounds), stats
+
+
+def _token_loss(algorithm: AlgorithmConfig) -> Callable[[SampledTokens], TokenLoss]:
+    """The objective of gspo_core that the keys select."""
+    low, high = algorithm.clip
+    if algorithm.bounds_divergence:
+        return partial(dppo_loss, low=low, high=high, divergence=algorithm.objective)
+    sampling = algorithm.importance_sampling
+    if algorithm.objective == "cispo":
+        return partial(cispo_loss, low=low, high=high, importance_sampling=sampling)
+    return partial(
+        clip_loss,
+        low=low,
+        high=high,
+        importance_sampling=sampling,
+        dual_clip=algorithm.dual_clip,
+        reference_length=algorithm.pg_clip_reference_length,
+    )

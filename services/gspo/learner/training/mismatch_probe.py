@@ -107,11 +107,8 @@ class MismatchProbe(PassObserver):
         rows, mask_BT = _rollouts_to_probe(batch, self._version)
         if not rows:
             return {}
-        self._each(_swap)
-        try:
+        with self._engine.exchanged(self._kept):
             logp_BT = self._passes.score(self._engine.deepspeed, self._passes.cut(rows))
-        finally:
-            self._each(Tensor.copy_)
         self._note_measured(step)
         return self._of_step(logp_BT, mask_BT)
 
@@ -119,23 +116,9 @@ class MismatchProbe(PassObserver):
         """The next measurement is due later; until then no weights are kept."""
         self._due_step, self._version, self._kept = step + self._every, None, []
 
-    @torch.no_grad()
     def _keep(self, version: int) -> None:
         self._kept = []  # before the next copies, so that there is one version at a time
-        self._kept = [tensor.to("cpu", copy=True) for tensor in self._engine.kept()]
-        self._version = version
-
-    @torch.no_grad()
-    def _each(self, move: Callable[[Tensor, Tensor], object]) -> None:
-        with self._engine.change():
-            for tensor, kept in zip(self._engine.kept(), self._kept, strict=True):
-                move(tensor, kept)
-
-
-def _swap(here: Tensor, kept: Tensor) -> None:
-    present = here.to("cpu", copy=True)
-    here.copy_(kept)
-    kept.copy_(present)
+        self._kept, self._version = self._engine.kept(), version
 
 
 def _rollouts_to_probe(batch: StepBatch, version: int) -> tuple[list[int], Tensor]:

@@ -409,28 +409,49 @@ class PolicyEngine:
             yield
 
     def kept(self) -> list[Tensor]:
-        """The trained weights that this rank keeps of a version: its parts, or whole ones on the first rank alone."""
+        """A version in host memory: of the trained weights this rank's parts, or whole ones on the first rank alone."""
+        return [tensor.to("cpu", copy=True) for tensor in self._own_tensors()]
+
+    @contextmanager
+    def exchanged(self, kept: Sequence[Tensor]) -> Iterator[None]:
+        """A block in which all ranks compute with a kept version; after it with the present one again, to the bit.
+
+        Within the block `kept` has the present version, so that the host has no third copy.
+        """
+        self._change(_swap, kept)
+        try:
+            yield
+        finally:
+            self._change(Tensor.copy_, kept)
+
+    def _own_tensors(self) -> list[Tensor]:
         if self._is_spread:
             return [weight.ds_tensor for _, weight in self._trained()]
         return [weight.data for _, weight in self._trained()] if self.rank == 0 else []
 
-    @contextmanager
-    def change(self) -> Iterator[None]:
-        """A block in which each rank may change what it keeps; after it all ranks compute with the changed weights."""
+    @torch.no_grad()
+    def _change(self, move: Callable[[Tensor, Tensor], object], kept: Sequence[Tensor]) -> None:
+        """Change the weights of this rank, and let all ranks compute with the changed ones."""
         weights = [weight for _, weight in self._trained()]
+        for weight in weights if self._is_spread else ():
+            if weight.ds_status == ZeroParamStatus.AVAILABLE:
+                weight.partition()
+        for tensor, other in zip(self._own_tensors(), kept, strict=True):
+            move(tensor, other)
         if not self._is_spread:
-            yield
             for weight in weights if self.num_ranks > 1 else ():
                 distributed.broadcast(weight.data, 0)
             return
-        for weight in weights:
-            if weight.ds_status == ZeroParamStatus.AVAILABLE:
-                weight.partition()
-        yield
         self.deepspeed.optimizer.invalidate_secondary_tensor()
         for weight in weights:
             if weight.ds_persist:
                 weight.all_gather()
+
+
+def _swap(here: Tensor, kept: Tensor) -> None:
+    present = here.to("cpu", copy=True)
+    here.copy_(kept)
+    kept.copy_(present)
 
 
 def update_in_place(engine: Any) -> None:

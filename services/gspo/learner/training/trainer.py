@@ -133,7 +133,7 @@ class Trainer:
             if problem:
                 self._leave_out(updates, step, UpdateNotApplied(update, mini_batch, problem))
                 continue
-            updates.stats.append(stats if updates.losses else {**stats, **at_start(stats)})
+            updates.stats.append(stats)
             updates.losses.append(loss)
             updates.grad_norms.append(grad_norm)
             self._num_not_applied_in_a_row = 0
@@ -176,7 +176,7 @@ class Trainer:
         sums = [*updates.stats, *(observer.end() for observer in self._observers)]
         if not updates.losses:
             return figures
-        stats = sum_stats(merge(sums), self.engine.device)
+        stats = sum_stats(merge([at_start(updates.stats[0]), *sums]), self.engine.device)
         figures |= self._objective.figures(batch, targets, stats, is_fresh=self._probe.is_fresh)
         return figures | {"loss": fmean(updates.losses), "grad_norm": fmean(updates.grad_norms)}
 

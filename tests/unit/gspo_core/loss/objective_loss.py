@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gspo_core.loss import PolicyLoss, aggregate_loss, policy_stats
+from gspo_core.figures import policy_stats
+from gspo_core.loss import PolicyLoss, aggregate_loss
 from gspo_core.token_losses import SampledTokens, cispo_loss, clip_loss, dppo_loss
 
 OBJECTIVES = ("clip", "cispo", "dppo_tv", "dppo_kl")

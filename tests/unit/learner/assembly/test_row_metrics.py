@@ -16,6 +16,7 @@ from gspo.common.telemetry.source_figures import figures_of, named_sources
 from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.objective.figures import compared_stats, mismatch_metrics, objective_metrics
 from gspo_core.loss import policy_loss
+from gspo_core.stats import figures as figures_of_stats
 from gspo_core.stats import mean_stats
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_rows
@@ -106,7 +107,7 @@ def test_the_noise_share_is_of_what_the_clip_looks_at(preset: str) -> None:
     algorithm = AlgorithmConfig.model_validate({"preset": preset, **clip})
     every = torch.ones_like(off).bool()
     stats = compared_stats(algorithm, off, torch.zeros_like(off), every, every, None)
-    figures = mismatch_metrics(algorithm, stats, torch.tensor([2, 2, 8]))
+    figures = mismatch_metrics(algorithm, stats, figures_of_stats(stats), torch.tensor([2, 2, 8]))
     # sqrt((2 * 0.0001 * 3 + 2 * 0.000002) / 5) and sqrt(0.000002 / 2).
     sigma, sigma_sequence = math.sqrt(0.000604 / 5), 0.001
     assert figures["sigma_token"] == pytest.approx(sigma)
@@ -125,7 +126,7 @@ def test_what_the_clip_cut_is_the_sum_of_both_sides() -> None:
     advantage = torch.tensor([[-1.0] * 2, [1.0] * 2, [1.0] * 2, [2.0] * 2], dtype=torch.float64)
     ones = torch.ones_like(log_ratio)
     policy = policy_loss(log_ratio, 0 * ones, advantage, ones, pg_clip_low=0.1, pg_clip_high=0.1)
-    figures = objective_metrics({**policy.stats, **mean_stats("entropy", ones, ones)})
+    figures = objective_metrics(figures_of_stats({**policy.stats, **mean_stats("entropy", ones, ones)}))
     for unit in ("sequences", "tokens"):
         shares = [figures[f"clipped_{unit}{side}"] for side in ("", "_low", "_high")]
         assert shares == [0.75, 0.25, 0.5], unit

@@ -13,6 +13,7 @@ from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.learner.objective.figures import at_start, clip_metrics, compared_stats, mismatch_metrics
 from gspo.learner.training.trainer import Trainer
 from gspo_core.stats import Stats, merge
+from gspo_core.stats import figures as figures_of
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config, make_rows, train, with_version
 from tests.unit.gspo_core.loss.objective_loss import objective_loss
@@ -52,8 +53,8 @@ def test_the_parts_are_those_that_were_put_in(lag: float, reference_length: int 
     stats = [stats_of(algorithm, final[update == k], length[update == k]) for k in range(NUM_UPDATES)]
     merged = merge([*stats, at_start(stats[0]), probe(rng, algorithm)])
     lengths = torch.tensor(length)
-    mismatch = mismatch_metrics(algorithm, merged, lengths)
-    figures = clip_metrics(algorithm, merged, lengths, mismatch, is_fresh=False)
+    mismatch = mismatch_metrics(algorithm, merged, figures_of(merged), lengths)
+    figures = clip_metrics(algorithm, figures_of(merged), lengths, mismatch, is_fresh=False)
     # Shares of 800 sequences have a standard error of up to 1.8 %, and the noise is measured, not known.
     assert [figures[name] for name in PARTS] == pytest.approx(truth, abs=0.04)
     assert sum(figures[name] for name in PARTS) == pytest.approx(outside(final, scale))
