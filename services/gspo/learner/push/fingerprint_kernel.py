@@ -122,8 +122,9 @@ def fingerprint_rows(
         second_sums += word * _row_factor(row + 3 * spacing, golden, first_factor, second_factor)
     first_columns = tl.load(column_factors + column).to(tl.uint64)
     second_columns = tl.load(column_factors + columns + column).to(tl.uint64)
-    first_lane = tl.reduce(first_sums * first_columns, 0, _add)
-    second_lane = tl.reduce(second_sums * second_columns, 0, _add)
+    # Not `tl.sum`: Triton's interpreter knows it only where Triton itself was imported for it.
+    first_lane = tl.reduce(first_sums * first_columns, 0, tl.standard._sum_combine)
+    second_lane = tl.reduce(second_sums * second_columns, 0, tl.standard._sum_combine)
     tl.atomic_add(lanes + 2 * run, first_lane.to(tl.int64), sem="relaxed")
     tl.atomic_add(lanes + 2 * run + 1, second_lane.to(tl.int64), sem="relaxed")
 
@@ -136,9 +137,3 @@ def _row_factor(
     mixed = (mixed ^ (mixed >> 30)) * first_factor
     mixed = (mixed ^ (mixed >> 27)) * second_factor
     return (mixed ^ (mixed >> 31)) | 1
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    # Not `tl.sum`: Triton's interpreter knows it only where Triton itself was imported for it.
-    return first + second
