@@ -235,11 +235,11 @@ OPERATIONS = {
         ask("What contains user code?", ONE, ("gspo_sandbox_level", "{{instance}}"),
             help="2 is bubblewrap, 1 Landlock, 0 limits alone"),
     ],
-    "Are the cards used well?": [
+    "Are the GPUs used well?": [
         ask("What share of their peak do they reach?", SHARE, *figure("learner_mfu", "mfu"),
-            help="Model flops (MFU): learner_mfu of the learner while it trains, mfu of the whole loop on all cards"),
+            help="Model flops (MFU): learner_mfu of the learner while it trains, mfu of the whole loop on all GPUs"),
         ask("How many tokens does each card train in a second?", PER_S,
-            *figure("tokens_per_s_per_card", "learner_tokens_per_s_per_card")),
+            *figure("tokens_per_s_per_gpu", "learner_tokens_per_s_per_gpu")),
     ],
     "What does it cost?": [
         ask("How many bytes of weights are sent?", BYTES_PER_S,

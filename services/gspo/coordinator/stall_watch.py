@@ -29,7 +29,7 @@ Remedy = Literal["issue again", "end"]
 # Waits that only another service of the run can end.
 _WAITS = {
     COORDINATOR: {"slots", "last groups", "learner"},
-    GENERATION: {"prompts", "weights", "cards", "requests"},
+    GENERATION: {"prompts", "weights", "gpus", "requests"},
     GATEWAY: {"prompts", "requests"},
     AGENTS: {"rollouts"},
     REWARD: {"rollouts"},

@@ -122,7 +122,7 @@ class GenerationLoop:
         activity, num_running = self._service.activity, self.num_running
         metrics.ROLLOUTS_RUNNING.set(num_running)
         if self._engine.is_asleep:
-            activity.set("waiting", "cards", "the learner has them")
+            activity.set("waiting", "gpus", "the learner has them")
         elif any(not leased.awaits_weights for leased in self._leased):
             what = "draining" if self._service.stopping.is_set() else "generating"
             activity.set("busy", what, f"{num_running} rollouts")

@@ -60,7 +60,7 @@ async def _wait_for_shift(service: Service, engines: GpuEngines, engine: GpuEngi
     shift, limit_s = GpuShift(service.redis, service.keys), service.config.run.start_timeout_s
     seen_s = looked_s = time.monotonic()
     if not await engines.may_start(service.uid, engine):
-        log.info("cards_awaited", detail="the learner has the GPUs; the engine starts in the generators' shift")
+        log.info("gpus_awaited", detail="the learner has the GPUs; the engine starts in the generators' shift")
     while not await engines.may_start(service.uid, engine):
         if service.stopping.is_set():
             raise asyncio.CancelledError
@@ -72,7 +72,7 @@ async def _wait_for_shift(service: Service, engines: GpuEngines, engine: GpuEngi
                 f"no learner has handed over the GPUs (placement: shared), and none has been there for {limit_s:g} s "
                 "(run.start_timeout_s)"
             )
-        service.activity.set("waiting", "cards", await _present_use(shift))
+        service.activity.set("waiting", "gpus", await _present_use(shift))
         await asyncio.sleep(_POLL_S)
 
 

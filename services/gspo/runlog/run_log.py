@@ -15,6 +15,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from gspo.common.telemetry.figure_names import present_name
 from gspo.common.telemetry.findings import Finding
 from gspo.runlog.checkpoint_files import whole_checkpoints
 from gspo.runlog.checks import CHECKS, READ_CHECK
@@ -90,7 +91,7 @@ def read_own_records(path: Path, parse: Callable[[Mapping[str, Any]], Record], *
 
 def _finite(figures: Any) -> Any:
     """Strict JSON has no NaN: the log has null instead."""
-    return {name: value for name, value in dict(figures).items() if value is not None}
+    return {present_name(name): value for name, value in dict(figures).items() if value is not None}
 
 
 Figures = Annotated[dict[str, float], BeforeValidator(_finite)]

@@ -314,7 +314,7 @@ async def test_a_generator_that_restarts_in_the_learners_shift_waits_for_its_own
         await asyncio.sleep(0.6)
         assert not has_engine.is_set()
         activity = service.activity
-        assert (activity.kind, activity.what, activity.detail) == ("waiting", "cards", "the learner has them (step 3)")
+        assert (activity.kind, activity.what, activity.detail) == ("waiting", "gpus", "the learner has them (step 3)")
         assert not await records_of(service).read()
         await learning.shifts.end()
         await asyncio.wait_for(has_engine.wait(), 10)

@@ -60,7 +60,7 @@ class StruckRun:
             before = self._instances("generation")
             victim.kill()
             self.until(lambda: self._instances("generation").keys() - before.keys(), "another generator")
-            self.until(lambda: self._newest("generation")["activity"]["what"] == "cards", "its wait for the GPUs")
+            self.until(lambda: self._newest("generation")["activity"]["what"] == "gpus", "its wait for the GPUs")
             self.seen["while waiting"] = self._newest("generation")
         finally:
             learner.send_signal(signal.SIGCONT)

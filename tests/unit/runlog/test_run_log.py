@@ -65,6 +65,11 @@ def test_a_null_is_left_out_of_the_figures(log: RunLog) -> None:
     assert log.steps() == [StepRecord(step=1, version=1, unix_s=7.5, figures={"reward_mean": 0.5})]
 
 
+def test_figures_with_former_names_have_the_present_ones(log: RunLog) -> None:
+    write(log, "metrics.jsonl", step(1, cards=8.0, tokens_per_s_per_card=3.0, loss=0.5))
+    assert log.steps()[0].figures == {"gpus": 8.0, "tokens_per_s_per_gpu": 3.0, "loss": 0.5}
+
+
 @pytest.mark.parametrize(
     "line", ["no json\n", "[1]\n", '{"step": 1}\n', '{"step": "x", "version": 1, "unix_s": 1, "figures": {}}\n', "\n"]
 )

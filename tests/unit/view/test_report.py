@@ -85,8 +85,8 @@ def step_figures(step: int, **changes: float) -> dict[str, float]:
         "publish_s": 0.25,
         "step_s": 4.0,
         "tokens_per_s": 6.0,
-        "cards": 2.0,
-        "tokens_per_s_per_card": 3.0,
+        "gpus": 2.0,
+        "tokens_per_s_per_gpu": 3.0,
         "learner_mfu": 0.25,
         "mfu": 0.125,
     }
@@ -194,7 +194,7 @@ def test_the_summary_of_a_run_that_ended(ended: Path) -> None:
     }
     assert summary["rollouts"] == {"trained": 160, "skipped_failed": 0, "skipped_truncated": 0, "skipped_stale": 0}
     assert (summary["tokens"], summary["tokens_per_s"]) == (480, 6.0)
-    assert summary["card_use"] == pytest.approx({"tokens_per_s_per_card": 3.0, "learner_mfu": 0.25, "mfu": 0.125})
+    assert summary["card_use"] == pytest.approx({"tokens_per_s_per_gpu": 3.0, "learner_mfu": 0.25, "mfu": 0.125})
     assert summary["wall_s"] == wall_s
     assert summary["steps_s"] == {
         "wait_s": 20.0,

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from gspo.common.config.fields import FIXED, ON_RESUME, FilePath, Owner, RunName, Section
 from gspo.common.errors import NO_VALUE, ConfigError, nearest
-from gspo.common.telemetry.figure_names import FIGURES, MEASURED_FIGURES, is_figure
+from gspo.common.telemetry.figure_names import FIGURES, MEASURED_FIGURES, is_figure, present_name
 
 # Figures part_NAME_mean of a step or an evaluation, at most: their names come from the user's functions.
 MOST_PARTS = 32
@@ -151,8 +151,8 @@ class OwnRule(Section):
     @field_validator("figure")
     @classmethod
     def _is_known(cls, figure: str) -> str:
-        if is_figure(figure):
-            return figure
+        if is_figure(present_name(figure)):
+            return present_name(figure)
         rule = "is not a figure of a step (docs/metrics.md lists them)"
         raise ConfigError("", figure, rule, nearest(figure, sorted({*FIGURES, *MEASURED_FIGURES})))
 

@@ -20,7 +20,7 @@ FIGURES = frozenset(
         "behavior_weight_std behavior_outside age_mean age_max response_tokens_mean truncated_share eos_share",
         "same_text_share reward_length_correlation reward_min branches_mean turn_tokens_mean turns_mean",
         "tool_calls_mean malformed_calls_mean cut_turns_mean turns_done_mean rollouts_at_once tokens_per_s",
-        "cards tokens_per_s_per_card learner_tokens_per_s_per_card learner_flops_per_s learner_mfu mfu",
+        "gpus tokens_per_s_per_gpu learner_tokens_per_s_per_gpu learner_flops_per_s learner_mfu mfu",
         "train_flops generation_flops step_s wait_s wait_issue_s wait_queue_s wait_generation_s wait_reward_s",
         "wait_intake_s wait_push_s wait_evaluation_s wait_old_s log_s train_s publish_s hold_s shift_s",
         "probe_s version_beside_s checkpoint_s record_s checkpoint_beside_s",
@@ -28,11 +28,22 @@ FIGURES = frozenset(
     )
     for name in line.split()
 )
+# The names of figures in logs and rules that were written before.
+_FORMER_NAMES = {
+    "cards": "gpus",
+    "tokens_per_s_per_card": "tokens_per_s_per_gpu",
+    "learner_tokens_per_s_per_card": "learner_tokens_per_s_per_gpu",
+}
 # Figures whose names come from the configuration, or from a function.
 _NAMED = re.compile(
     r"part_.+_mean|source_.+/.+|loss_.+_mean|wait_reward_by_.+_s|ended_.+|dropped_response_tokens_(mean|max)"
     r"|skipped_(tokens_)?(failed|truncated|stale|behavior)"
 )
+
+
+def present_name(figure: str) -> str:
+    """The name that a figure has today."""
+    return _FORMER_NAMES.get(figure, figure)
 
 
 def is_figure(name: str) -> bool:

@@ -20,9 +20,9 @@ log = structlog.get_logger()
 # Figure -> the time that it is over.
 _MEANS = {
     "mfu": "step_s",
-    "tokens_per_s_per_card": "step_s",
+    "tokens_per_s_per_gpu": "step_s",
     "learner_mfu": "train_s",
-    "learner_tokens_per_s_per_card": "train_s",
+    "learner_tokens_per_s_per_gpu": "train_s",
     "learner_flops_per_s": "train_s",
 }
 _MFU = {"learner_mfu": "learner", "mfu": "whole loop"}
@@ -33,7 +33,7 @@ def peak_flops(product: str) -> float | None:
     """The dense bfloat16 flop/s of a kind of GPU, as nvidia-smi names it; None for an unknown one, logged once."""
     if gpu := GPU_KINDS.get(product):
         return gpu.flops
-    log.warning("unknown_card", card=product or "not named", effect="no MFU with it; the flops a second stay")
+    log.warning("unknown_gpu", gpu=product or "not named", effect="no MFU with it; the flops a second stay")
     return None
 
 
@@ -50,9 +50,9 @@ def gpu_use(
     peaks = {**{gpu: peak_flops(product) for gpu, product in generators.items()}, **learner}
     train_s, step_s = figures["train_s"], figures["step_s"]
     use = {
-        "cards": float(len(peaks)),
-        "tokens_per_s_per_card": figures["tokens"] / step_s / len(peaks),
-        "learner_tokens_per_s_per_card": figures["tokens"] / train_s / len(learner),
+        "gpus": float(len(peaks)),
+        "tokens_per_s_per_gpu": figures["tokens"] / step_s / len(peaks),
+        "learner_tokens_per_s_per_gpu": figures["tokens"] / train_s / len(learner),
     }
     if "train_flops" not in figures:
         return use
@@ -81,8 +81,8 @@ def gpu_use_line(steps: Sequence[Mapping[str, float]]) -> str:
     parts = [f"MFU: {', '.join(mfu)}"] if mfu else []
     if not mfu and "learner_flops_per_s" in means:
         parts.append(f"learner {means['learner_flops_per_s'] / 1e12:.3g} Tflop/s")
-    if "tokens_per_s_per_card" in means:
-        tokens_per_s, num_gpus = means["tokens_per_s_per_card"], steps[-1]["cards"]
+    if "tokens_per_s_per_gpu" in means:
+        tokens_per_s, num_gpus = means["tokens_per_s_per_gpu"], steps[-1]["gpus"]
         parts.append(f"trained tokens/s a GPU: {tokens_per_s:,.0f} (GPUs: {num_gpus:.0f})")
     return "; ".join(parts)
 

@@ -364,6 +364,6 @@ PLOTS = (
             StepFigure("mfu", "whole loop", ORANGE),
             is_share=True,
         ),
-        Panel("tokens/s a GPU", StepFigure("tokens_per_s_per_card", "trained tokens, whole loop", GREEN)),
+        Panel("tokens/s a GPU", StepFigure("tokens_per_s_per_gpu", "trained tokens, whole loop", GREEN)),
     ),
 )

@@ -214,8 +214,8 @@ def test_sparkline_and_durations() -> None:
 
 
 def test_the_use_of_the_gpus_is_one_line_also_where_their_peak_is_unknown() -> None:
-    figures = {"step_s": 4.0, "train_s": 1.0, "cards": 8.0}
-    figures |= {"tokens_per_s_per_card": 1250.0, "learner_flops_per_s": 2e14}
+    figures = {"step_s": 4.0, "train_s": 1.0, "gpus": 8.0}
+    figures |= {"tokens_per_s_per_gpu": 1250.0, "learner_flops_per_s": 2e14}
     assert gpu_use_line([]) == ""
     assert gpu_use_line([figures]) == "learner 200 Tflop/s; trained tokens/s a GPU: 1,250 (GPUs: 8)"
     known = figures | {"learner_mfu": 0.4, "mfu": 0.125}

@@ -12,7 +12,7 @@ from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.telemetry.advice import RULES, findings
-from gspo.common.telemetry.figure_names import is_figure
+from gspo.common.telemetry.figure_names import is_figure, present_name
 from gspo.common.telemetry.findings import HELD_OUT_ERROR
 from gspo.common.telemetry.step_time import BESIDE, CAUSES
 from gspo.view.picture.plots import PLOTS
@@ -33,9 +33,15 @@ def configured(**rules: Any) -> Config:
     return parse_config(values, Path())
 
 
+def test_a_rule_with_the_former_name_of_a_figure_is_of_the_present_one() -> None:
+    (rule,) = configured(own=[SHORT | {"figure": "tokens_per_s_per_card"}]).rules.own
+    assert rule.figure == "tokens_per_s_per_gpu"
+
+
 def test_a_rule_may_name_every_figure_that_is_judged_drawn_or_timed() -> None:
     recorded = json.loads((ROOT / "tests/planted/figures.json").read_text()).values()
     names = {name for run in recorded for step in run["steps"] for name in step} - {"step"}
+    names = {present_name(name) for name in names}
     names |= {name for rule in RULES for name in rule.figures} - {HELD_OUT_ERROR}
     names |= {name for cause in CAUSES.values() for name in cause.figures} | BESIDE.keys()
     figures = [figure for plot in PLOTS for panel in plot.panels for figure in panel.figures]
