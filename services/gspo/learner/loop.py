@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -120,13 +121,14 @@ class Learner:
         self.tokens = TokenAccount(service, run_dir)
         self.versions = VersionPipeline(run_dir, self.trainer, self.publisher, recovered.weights, self.intake.wake)
         self._trained_version = recovered.weights.version
+        # Whether something waits for the version of the last step.
+        self._is_awaited = False
 
     async def run(self) -> None:
         """Train until the run ends, and stay until the coordinator says that it is finished."""
         try:
             await self._start()
-            while not (reason := self._reason_to_end()):
-                await self._end_shift()
+            while not (reason := self._reason_to_end()) or self.versions.is_busy or self.versions.has_failed:
                 await self._train_next()
             await self._finish(reason)
         except ShiftStoppedError as stopped:
@@ -141,17 +143,35 @@ class Learner:
             self.versions.close()
 
     async def _train_next(self) -> None:
-        """A step with the next batch, if nothing interrupts the wait for it; then a checkpoint if one is due."""
+        """A step with the next batch, beside the version before it; without a batch what waits for that version.
+
+        Raises:
+            NotFiniteError: A version or a gradient is not finite. Of both errors it is the earlier one's.
+        """
+        batch = None if self._is_awaited or self._reason_to_end() else await self._next_batch()
+        with in_step(batch.step) if batch else nullcontext():
+            try:
+                trained = await self._train(batch) if batch else None
+            finally:
+                # A version that takes longer than this step's training is waited for in the next phase.
+                with self._service.activity.doing("making version", str(self._trained_version)):
+                    await self.versions.finish()
+            if batch and trained:
+                await self._end_step(batch, trained)
+                return
+        if self._is_awaited:
+            await self._save_candidate()
+            self._is_awaited = False
+        if self.checkpoints.is_due(self._trained_version):
+            await self.checkpoints.write(self._trained_version)
+
+    async def _next_batch(self) -> Batch | None:
+        """The next batch, if nothing interrupts the wait for it."""
+        await self._end_shift()
         self.checkpoints.raise_error()
         batch = await self.intake.next_batch(self._trained_version, self._is_interrupted)
         self._raise_refusal()
-        if batch is not None:
-            with in_step(batch.step):
-                await self._step(batch)
-        if batch is None or self.checkpoints.is_due(self._trained_version):
-            await self.versions.finish()
-            if self.checkpoints.is_due(self._trained_version):
-                await self.checkpoints.write(self._trained_version)
+        return batch
 
     async def _start(self) -> None:
         newest = self.versions.newest
@@ -183,8 +203,8 @@ class Learner:
         if refusal := self.publisher.refusal:
             raise RunFailedError(f"no generator takes the policy ({refusal}). Correct the cause and resume the run")
 
-    async def _step(self, batch: Batch) -> None:
-        """Log, acknowledge, train, record, publish: in this order, so that a kill anywhere loses nothing."""
+    async def _train(self, batch: Batch) -> TrainResult:
+        """Log, acknowledge, train: in this order, as record and publish after it, so that a kill loses nothing."""
         step, activity = batch.step, self._service.activity
         self._clock.begin(
             self.intake.take_timelines(batch.groups),
@@ -203,34 +223,26 @@ class Learner:
             await self._shifts.begin(f"step {step}")
             self._clock.end_phase(StepPhase.SHIFT)
         with activity.doing("training", f"step {step}, {len(batch.rows)} rollouts"):
-            hyperparameters = hyperparameters_of(self._service.config, step, None, self._run_dir.shortages)
-            trained = await self._train(batch, hyperparameters)
+            trained = await self.trainer.train(step, batch.rows, self._hyperparameters(step))
+        self._clock.end_training(trained.probe_s)
+        return trained
+
+    def _hyperparameters(self, step: int) -> Hyperparameters:
+        return hyperparameters_of(self._service.config, step, None, self._run_dir.shortages)
+
+    async def _end_step(self, batch: Batch, trained: TrainResult) -> None:
+        """Record what a step left out, copy its weights for their version, and begin to publish and report it."""
+        step = batch.step
+        await self._report.report_not_applied(step, trained.not_applied)
         is_awaited = self._is_version_awaited(step)
-        with activity.doing("making version", str(step)):
-            await self.versions.make(step, hyperparameters, is_awaited=is_awaited)
+        with self._service.activity.doing("making version", str(step)):
+            await self.versions.make(step, self._hyperparameters(step), is_awaited=is_awaited)
         self._clock.end_phase(StepPhase.MAKE_VERSION)
         await self._hold(step)
         figures = trained.metrics | self._clock.end_step(step) | self.intake.untrained.take_metrics()
         self._trained_version, self._trained_s = step, self._trained_s + figures["step_s"]
         self.versions.report(step, partial(self._publish_step, batch, trained.tokens, figures))
-        if is_awaited:
-            await self.versions.finish()
-            await self._save_candidate()
-
-    async def _train(self, batch: Batch, hyperparameters: Hyperparameters) -> TrainResult:
-        """Train a batch while the version before is made; the record of both is on the disk when this returns.
-
-        Raises:
-            NotFiniteError: A version or a gradient is not finite. Of both errors it is the earlier one's.
-        """
-        try:
-            trained = await self.trainer.train(batch.step, batch.rows, hyperparameters)
-            # A version that takes longer than this step's training is waited for in the next phase.
-            self._clock.end_training(trained.probe_s)
-        finally:
-            await self.versions.finish()
-        await self._report.report_not_applied(batch.step, trained.not_applied)
-        return trained
+        self._is_awaited = is_awaited or self.checkpoints.is_due(step)
 
     async def _publish_step(
         self,
@@ -284,7 +296,6 @@ class Learner:
 
     async def _finish(self, reason: str) -> None:
         """Settle open groups (not after a stop: a resume trains them), save, and wait for the coordinator."""
-        await self.versions.finish()
         version = self.versions.newest.version
         self._end.finish_training(reason)
         await self._settle_unused()
