@@ -35,6 +35,13 @@ end
 local function write(hash, key, kept, sampled, ended, num_ended, writer)
   redis.call('HSET', hash, key, string.format('%d %d %d %d %s', kept, sampled, ended, num_ended, writer))
 end
+local function write_or_remove(hash, key, kept, sampled, ended, num_ended, writer)
+  if kept == 0 and num_ended == 0 then
+    redis.call('HDEL', hash, key)
+  else
+    write(hash, key, kept, sampled, ended, num_ended, writer)
+  end
+end
 local function since(hash, key, writer, sampled, before)
   local _, recorded, _, _, last = rollout_tokens(hash, key)
   return sampled - (last == writer and recorded or before)
@@ -70,11 +77,7 @@ local function settle(tokens, hash, key, column, num, masked_column, num_masked,
   local kept, sampled, ended, num_ended, writer = rollout_tokens(hash, key)
   if key == '' or (num_ended == 0 and if_recorded == '1') then return end
   local gone = num_ended > 1 and math.min(ended, num + num_masked) or ended
-  if kept == 0 and num_ended <= 1 then
-    redis.call('HDEL', hash, key)
-  else
-    write(hash, key, kept, sampled, ended - gone, math.max(0, num_ended - 1), writer)
-  end
+  write_or_remove(hash, key, kept, sampled, ended - gone, math.max(0, num_ended - 1), writer)
   add(tokens, 'in_flight', -gone)
   add(tokens, column, tonumber(num))
   if masked_column ~= '' then add(tokens, masked_column, tonumber(num_masked)) end
@@ -93,11 +96,7 @@ for i = 1, #ARGV, 2 do
     local num = tonumber(ARGV[i + 1])
     add(KEYS[3], 'unfinished', num < 0 and kept or num)
     add(KEYS[3], 'in_flight', -kept)
-    if num_ended == 0 then
-      redis.call('HDEL', KEYS[4], ARGV[i])
-    else
-      write(KEYS[4], ARGV[i], 0, sampled, ended, num_ended, writer)
-    end
+    write_or_remove(KEYS[4], ARGV[i], 0, sampled, ended, num_ended, writer)
   end
   remove_saved(KEYS[1], KEYS[2], ARGV[i])
 end
@@ -113,11 +112,7 @@ for i = 1, #ARGV, 2 do
   if num_ended > 0 then
     add(KEYS[1], ARGV[i + 1], ended)
     add(KEYS[1], 'in_flight', -ended)
-    if kept == 0 then
-      redis.call('HDEL', KEYS[2], ARGV[i])
-    else
-      write(KEYS[2], ARGV[i], kept, sampled, 0, 0, writer)
-    end
+    write_or_remove(KEYS[2], ARGV[i], kept, sampled, 0, 0, writer)
   end
 end
 """
