@@ -44,23 +44,40 @@ class ColumnScorer:
     flops: ModelFlops
     around: Callable[[MicroBatch], AbstractContextManager[object]] = nullcontext
 
+    def make(self, passes: RankPasses, batch: StepBatch) -> Tensor:
+        """The log-probs [B, T] of the whole step, on every rank."""
+        with self.model() as model:
+            return passes.score(model, passes.cut(range(len(batch)), packing=self.packing), self.around)
+
+
+class LoggedTeacher:
+    """The column by a teacher at an address. It was logged before: a replay asks no server, and has the same bits."""
+
+    column, flops = TEACHER, None
+
+    def make(self, _passes: RankPasses, batch: StepBatch) -> Tensor:
+        """The log-probs [B, T] that the rows have."""
+        return batch.teacher_BT
+
 
 def scorers_of(
     config: Config,
     engine: PolicyEngine,
     policy_flops: ModelFlops,
     recording: Callable[[MicroBatch], AbstractContextManager[object]],
-) -> list[ColumnScorer]:
+) -> list[ColumnScorer | LoggedTeacher]:
     """The scorers of the columns that the objective needs.
 
     Args:
         recording: The block of a pass at the step's first weights.
     """
-    scorers = []
+    scorers: list[ColumnScorer | LoggedTeacher] = []
     if config.algorithm.needs_reference:
         scorers.append(ColumnScorer(REFERENCE, engine.reference, engine.packing, policy_flops))
     if (teacher := engine.teacher) is not None:
         scorers.append(ColumnScorer(TEACHER, lambda: nullcontext(teacher.model), teacher.is_packed, teacher.flops))
+    if config.teacher.address is not None:
+        scorers.append(LoggedTeacher())
     if config.algorithm.old_logprobs == "recompute":
         scorers.append(ColumnScorer(OLD, engine.policy_at_rest, engine.packing, policy_flops, around=recording))
     return scorers
@@ -125,11 +142,6 @@ class RankPasses:
         # The moments decay and move the weights also under a gradient of zero.
         shortest = min(rows, key=lambda row: len(self._batch.sequences[row]))
         return still + self.cut([shortest], backward=True, counted=False)
-
-    def column(self, scorer: ColumnScorer) -> Tensor:
-        """The log-probs [B, T] of the whole step by a scorer, on every rank."""
-        with scorer.model() as model:
-            return self.score(model, self.cut(range(len(self._batch)), packing=scorer.packing), scorer.around)
 
     @torch.no_grad()
     def score(

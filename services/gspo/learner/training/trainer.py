@@ -24,7 +24,7 @@ from gspo.learner.model.batch import MicroBatch, StepBatch
 from gspo.learner.model.flop_counts import count_flops
 from gspo.learner.model.routing_replay import RoutingReplay
 from gspo.learner.objective.figures import at_start, compared_stats
-from gspo.learner.objective.objective import OLD, TEACHER, Objective, StepTargets
+from gspo.learner.objective.objective import OLD, Objective, StepTargets
 from gspo.learner.ranks.process_group import sum_stats
 from gspo.learner.training.mismatch_probe import MismatchProbe
 from gspo.learner.training.observers import FlopCount, TokenRecorder
@@ -67,7 +67,7 @@ class Trainer:
         compare = partial(compared_stats, config.algorithm)
         self._probe = MismatchProbe(self.engine, self._passes, compare, config.learner.mismatch_every)
         self._recorder = TokenRecorder(is_on=config.learner.token_records)
-        self._flops = FlopCount(flops, [scorer.flops for scorer in self._scorers])
+        self._flops = FlopCount(flops, [scorer.flops for scorer in self._scorers if scorer.flops is not None])
         self._observers = self._replay, self._probe, self._recorder, self._flops
         self._num_not_applied_in_a_row = 0
 
@@ -102,12 +102,9 @@ class Trainer:
         return TrainResult(metrics, tuple(updates.not_applied), self._probe.seconds, tokens)
 
     def _targets(self, batch: StepBatch) -> StepTargets:
-        columns = {scorer.column: self._passes.column(scorer) for scorer in self._scorers}
+        columns = {scorer.column: scorer.make(self._passes, batch) for scorer in self._scorers}
         if OLD in columns:
             self._probe.see_old(columns[OLD])
-        if self._config.teacher.address is not None:
-            # Logged before training: a replay asks no server, and has the same bits.
-            columns[TEACHER] = batch.teacher_BT
         return self._objective.targets(batch, columns)
 
     def _update(
