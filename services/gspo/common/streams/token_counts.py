@@ -90,13 +90,14 @@ _ABANDON = (
     COUNTING
     + SAVING
     + """
+local tokens, hash = KEYS[3], KEYS[4]
 for i = 1, #ARGV, 2 do
-  local kept, sampled, ended, num_ended, writer = rollout_tokens(KEYS[4], ARGV[i])
+  local kept, sampled, ended, num_ended, writer = rollout_tokens(hash, ARGV[i])
   if writer and (kept > 0 or num_ended == 0) then
     local num = tonumber(ARGV[i + 1])
-    add(KEYS[3], 'unfinished', num < 0 and kept or num)
-    add(KEYS[3], 'in_flight', -kept)
-    write_or_remove(KEYS[4], ARGV[i], 0, sampled, ended, num_ended, writer)
+    add(tokens, 'unfinished', num < 0 and kept or num)
+    add(tokens, 'in_flight', -kept)
+    write_or_remove(hash, ARGV[i], 0, sampled, ended, num_ended, writer)
   end
   remove_saved(KEYS[1], KEYS[2], ARGV[i])
 end
@@ -107,12 +108,13 @@ end
 _CLOSE = (
     COUNTING
     + """
+local tokens, hash = KEYS[1], KEYS[2]
 for i = 1, #ARGV, 2 do
-  local kept, sampled, ended, num_ended, writer = rollout_tokens(KEYS[2], ARGV[i])
+  local kept, sampled, ended, num_ended, writer = rollout_tokens(hash, ARGV[i])
   if num_ended > 0 then
-    add(KEYS[1], ARGV[i + 1], ended)
-    add(KEYS[1], 'in_flight', -ended)
-    write_or_remove(KEYS[2], ARGV[i], kept, sampled, 0, 0, writer)
+    add(tokens, ARGV[i + 1], ended)
+    add(tokens, 'in_flight', -ended)
+    write_or_remove(hash, ARGV[i], kept, sampled, 0, 0, writer)
   end
 end
 """
