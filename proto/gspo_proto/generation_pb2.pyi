@@ -192,7 +192,7 @@ Global___TensorFrame: _TypeAlias = TensorFrame  # noqa: Y015
 
 @_typing.final
 class Changes(_message.Message):
-    """Gaps between listed elements and zigzag differences of their bits, in byte planes, compressed with zstd."""
+    """Gaps between listed elements, zigzag differences of their bits and old bits, in byte planes, compressed with zstd."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

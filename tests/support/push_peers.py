@@ -170,7 +170,7 @@ async def generator(
     service = service_of(name, config, redis_url)
     engine, copies = StandInEngine(), PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16")
     for tensor, bits in policy(0).bits.items():
-        copies.serving.bits(tensor)[:] = bits.reshape(-1)
+        copies.serving.put(tensor, bits.reshape(-1))
     parts: Any = (engine, copies, None, IdleLoop())  # in place of engine, driver and loop, of which a push needs little
     servicer = RecordingServicer(service, *parts)
     servicer.generator = running = PushTarget(service, engine, copies, servicer)

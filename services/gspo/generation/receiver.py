@@ -171,7 +171,7 @@ class Receiver:
             raise PushRefusedError(
                 grpc.StatusCode.DATA_LOSS,
                 f"version {header.version} has digest {header.digest[:12]} and {digest[:12]} came, with "
-                f"{len(self._copies.staged.names)} of {header.num_tensors} tensors; nothing was loaded",
+                f"{len(self._copies.staged.fingerprints)} of {header.num_tensors} tensors; nothing was loaded",
             )
         return digest
 

@@ -84,7 +84,8 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
                 f"Then resume, or go on without it: --leave-out {step}",
             ) from error
     weights = weights or initial_weights(trainer)
-    run_dir.append_version(weights.version, weights.digest, weights.dtype)
+    digest = digest_like(weights, run_dir.versions.get(weights.version))
+    run_dir.append_version(weights.version, digest, weights.dtype)
     notices += tuple(_left_out_notice(step) for step in to_replay if step in run_dir.left_out)
     return RecoveredState(trainer, assembler, weights, notices)
 
@@ -170,12 +171,14 @@ def _difference(config: Config, run_dir: RunDir, loaded: PolicyWeights) -> str:
     recorded = run_dir.versions.get(loaded.version)
     if recorded is None or recorded.dtype != loaded.dtype or config.learner.lora.rank:
         return ""
-    if recorded.digest == loaded.digest:
+    if recorded.digest == (digest := digest_like(loaded, recorded)):
         return ""
-    return (
-        f"its weights have the digest {loaded.digest[:12]}..., and version {loaded.version} was "
-        f"{recorded.digest[:12]}..."
-    )
+    return f"its weights have the digest {digest[:12]}..., and version {loaded.version} was {recorded.digest[:12]}..."
+
+
+def digest_like(weights: PolicyWeights, recorded: PolicyVersion | None) -> str:
+    """The digest of a version, of the kind that is on record for it."""
+    return weights.digest_like(recorded.digest if recorded else "")
 
 
 def initial_weights(trainer: TrainerApi) -> PolicyWeights:
@@ -284,6 +287,7 @@ def replay_step(
     hyperparameters: Hyperparameters,
     *,
     reassembled: bool = False,
+    original: PolicyVersion | None = None,
 ) -> PolicyWeights:
     """Train a logged step once more, and record its version and figures; the weights of its version.
 
@@ -293,6 +297,7 @@ def replay_step(
 
     Args:
         reassembled: Whether the assembler makes mini-batches and advantages anew, under other keys than the log's.
+        original: The version on record, where this run directory has none of its own: the digest is of its kind.
 
     Raises:
         NotFiniteError: Too many mini-batches in a row were not finite, or the weights are not.
@@ -304,17 +309,19 @@ def replay_step(
         assembler.replay(rows)
     if step in run_dir.left_out:
         weights = weights_from(step, trainer.policy())
-        run_dir.append_version(step, weights.digest, weights.dtype)
-        log.info("step_left_out", step=step, digest=weights.digest[:12])
+        digest = digest_like(weights, recorded or original)
+        run_dir.append_version(step, digest, weights.dtype)
+        log.info("step_left_out", step=step, digest=digest[:12])
         return weights
     trained = trainer.train(step, rows, run_dir.not_applied(step), hyperparameters)
     weights = weights_from(step, trainer.policy())
     run_dir.append_not_applied(step, map(asdict, trained.not_applied))
-    same = recorded is None or recorded.digest == weights.digest
+    digest = digest_like(weights, recorded or original)
+    same = recorded is None or recorded.digest == digest
     if recorded is not None and not same and recorded.dtype == weights.dtype:
-        log.warning("replay_differs", step=step, recorded=recorded.digest, digest=weights.digest)
-    run_dir.append_version(step, weights.digest, weights.dtype, asdict(hyperparameters))
+        log.warning("replay_differs", step=step, recorded=recorded.digest, digest=digest)
+    run_dir.append_version(step, digest, weights.dtype, asdict(hyperparameters))
     run_dir.steplog.write_tokens(step, trained.tokens)
     run_dir.append_metrics(step, {**row_metrics(rows, step), **trained.metrics})
-    log.info("step_replayed", step=step, digest=weights.digest[:12], same=same)
+    log.info("step_replayed", step=step, digest=digest[:12], same=same)
     return weights

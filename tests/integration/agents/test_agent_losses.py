@@ -103,7 +103,8 @@ async def test_fifty_agents_under_losses_and_updates(redis_url: str, tmp_path: P
 
     async def push() -> None:
         copies.begin(changes=True)
-        copies.staged.bits(min(copies.places))[0] += 1
+        name = min(copies.places)
+        copies.write(name, 0, (copies.serving.bits(name)[:1] + 1).tobytes())
         await engine.load(engine.version + 1, copies, on_update="recompute", timeout_s=10)
         keys[engine.version] = key_of(copies, copies.serving)
 

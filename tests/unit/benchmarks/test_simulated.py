@@ -37,7 +37,8 @@ async def test_more_requests_than_fit_wait_and_all_are_answered() -> None:
 async def test_tokens_after_a_load_are_of_the_new_version(tmp_path: Path) -> None:
     copies = PolicyCopies.from_folder(make_tiny_model(tmp_path / "model"), "float32")
     copies.begin(changes=True)
-    copies.staged.bits(min(copies.places))[0] += 1
+    name = min(copies.places)
+    copies.write(name, 0, (copies.serving.bits(name)[:1] + 1).tobytes())
     simulated = engine(QUICK)
     asked = asyncio.create_task(simulated.generate("1-0:1.0", [1, 2], EngineSampling(max_tokens=64)))
     await asyncio.sleep(0.03)

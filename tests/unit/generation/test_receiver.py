@@ -119,6 +119,6 @@ async def test_a_learner_that_read_another_model_is_refused_for_good() -> None:
     with pytest.raises(PushRefusedError, match="a has other values in this generator than in the learner") as error:
         await receiver_of(copies).receive(frames(), go_ahead, 20.0)
     assert error.value.status is grpc.StatusCode.INVALID_ARGUMENT
-    assert copies.serving.names == {"a", "b", "ignored"}
+    assert copies.serving.fingerprints.keys() == {"a", "b", "ignored"}
     copies.write("a", 0, bytes(16))
     assert copies.differing_tensor() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.model.files import read_model_files
 from gspo.common.telemetry.activity import Activity
+from gspo.common.weights.manifest import PREFIX, digest_of_kind
 from gspo.learner.assembly.rows import Row, row_from_scored
+from gspo.learner.push import policy_weights
 from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.recovery import RecoveredState, compare_with_files, recover
 from gspo.learner.replay.replayer import make_steps
@@ -33,7 +36,7 @@ from gspo.learner.training.trainer_api import (
     TrainResult,
     configured_hyperparameters,
 )
-from gspo.runlog.run_log import RunLog
+from gspo.runlog.run_log import REPLAYED_VERSIONS, VERSIONS, RunLog
 from gspo.runlog.step_files import token_file
 from tests.support.service_process import make_run
 from tests.support.tiny_model import make_tiny_model
@@ -116,6 +119,29 @@ def test_the_weights_it_hands_on_are_those_on_record(config: Config, scored: Mak
         resumed = recovered(config, run)
         assert (resumed.weights.version, list(recording(resumed).not_applied)) == (2, []), "a step was replayed"
         assert resumed.weights.digest == run.versions[2].digest == weights_from(2, resumed.trainer.policy()).digest
+
+
+def test_a_run_of_before_resumes_and_replays_under_its_own_kind_of_digest(
+    config: Config, scored: MakeScored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "replay"
+    (folder / "log").mkdir(parents=True)
+    with RunDir(config.run_dir) as run:
+        with monkeypatch.context() as before:
+            # Such runs recorded the SHA-256 of all bytes.
+            before.setattr(policy_weights, "policy_digest", partial(digest_of_kind, "of SHA-256"))
+            train_run(config, run, scored, steps=3, checkpoints=(1,))
+        for file in (config.run_dir / "log").glob("step-*"):
+            (folder / "log" / file.name).write_bytes(file.read_bytes())
+        (folder / REPLAYED_VERSIONS).write_bytes((config.run_dir / "log" / VERSIONS).read_bytes())
+        recorded = {number: version.digest for number, version in run.versions.items()}
+        assert not any(digest.startswith(PREFIX) for digest in recorded.values())
+        resumed = recovered(config, run)
+        assert resumed.weights.version == 3 and resumed.weights.digest.startswith(PREFIX)
+        assert {number: version.digest for number, version in run.versions.items()} == recorded
+    make_steps(config, config.run_dir.parent / "model", folder, 3, RecordingTrainer, lambda: False)
+    with RunDir(folder) as replayed:
+        assert {number: version.digest for number, version in replayed.versions.items()} == recorded
 
 
 def test_a_replay_skips_the_updates_that_the_log_records_as_not_applied(config: Config, scored: MakeScored) -> None:

@@ -1,9 +1,11 @@
-"""The changes from one version of a run of weights to another: lossless, and a percent or two of all bytes.
+"""The changes from one version of a run of weights to another: lossless, and some percent of all bytes.
 
 A small step of an optimizer moves few bfloat16 values, and those by one unit in the last place. Each changed element
-is packed as the gap from the previous one (one byte) and the difference of the bits. The difference is an unsigned
-number (zigzag: 0, -1, 1, -2 ... as 0, 1, 2, 3 ...). All gaps come first, then the differences byte plane by byte
-plane, the whole compressed with zstd.
+is packed as the gap from the previous one (one byte), the difference of the bits, and the old bits. The difference is
+an unsigned number (zigzag: 0, -1, 1, -2 ... as 0, 1, 2, 3 ...). All gaps come first, then differences and old bits
+byte plane by byte plane, the whole compressed with zstd.
+
+With the old bits, the fingerprint of the new version follows from the changes alone, and no other weights take them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from gspo.common.weights.fingerprint import Fingerprint, fingerprint_change
+
 # Higher levels take longer and save nothing here: gaps and differences are close to random.
 _LEVEL = 1
 _LONGEST_GAP = 255
@@ -21,26 +25,32 @@ Bits = NDArray[np.unsignedinteger[Any]]
 
 
 class Packed(NamedTuple):
-    """Changes to a run of elements: the number of listed ones, and their gaps and differences."""
+    """Changes to a run of elements: the number of listed ones, and their gaps, differences and old bits."""
 
     num_listed: int
     data: bytes
 
 
 class UnpackError(ValueError):
-    """The packed bytes are not changes to a run of this length and width."""
+    """The packed bytes are not changes to this run of elements."""
 
 
 def pack_changes(new: Bits, old: Bits) -> Packed:
     """The changes from `old` to `new`: flat, of equal length and of 2 or 4 bytes an element."""
     listed, gaps = _with_fillers(np.flatnonzero(new != old))
-    planes = _zigzag(new[listed] - old[listed]).view(np.uint8).reshape(len(listed), new.itemsize).T
-    plain = np.concatenate([gaps, planes.reshape(-1)])
+    before = old[listed]
+    plain = np.concatenate([gaps, _planes(_zigzag(new[listed] - before)), _planes(before)])
     return Packed(len(listed), pa.Codec("zstd", _LEVEL).compress(plain, asbytes=True))
 
 
-def apply_changes(bits: Bits, packed: Packed) -> None:
+def apply_changes(bits: Bits, packed: Packed, start: int = 0) -> Fingerprint:
     """Change a run of elements, in place.
+
+    Args:
+        start: Flat position of the run in its tensor.
+
+    Returns:
+        The fingerprint of the changes, which leads from that of the old tensor to that of the new one.
 
     Raises:
         UnpackError: Nothing was changed.
@@ -48,15 +58,29 @@ def apply_changes(bits: Bits, packed: Packed) -> None:
     if packed.num_listed > len(bits):
         raise UnpackError(f"{packed.num_listed} changes to {len(bits)} elements")
     try:
-        size = packed.num_listed * (1 + bits.itemsize)
+        size = packed.num_listed * (1 + 2 * bits.itemsize)
         plain = np.frombuffer(pa.Codec("zstd").decompress(packed.data, size), np.uint8)
     except OSError as error:
         raise UnpackError(f"the changes do not unpack: {error}") from error
-    listed = np.cumsum(plain[: packed.num_listed], dtype=np.int64) - 1
+    gaps, differences, before = np.split(plain, [packed.num_listed, packed.num_listed * (1 + bits.itemsize)])
+    listed = np.cumsum(gaps, dtype=np.int64) - 1
     if len(listed) and not 0 <= listed[0] <= listed[-1] < len(bits):
         raise UnpackError(f"the changes reach to element {listed[-1]} of {len(bits)}")
-    planes = plain[packed.num_listed :].reshape(bits.itemsize, packed.num_listed)
-    bits[listed] += _undo_zigzag(np.ascontiguousarray(planes.T).view(bits.dtype).reshape(-1))
+    old = _of_planes(before, bits.dtype)
+    if (other := np.flatnonzero(old != bits[listed])).size:
+        raise UnpackError(f"the changes are to other weights, first at element {listed[other[0]]}")
+    new = old + _undo_zigzag(_of_planes(differences, bits.dtype))
+    bits[listed] = new
+    return fingerprint_change(start + listed, new, old)
+
+
+def _planes(elements: Bits) -> NDArray[np.uint8]:
+    """Their lowest bytes, then the next ones."""
+    return elements.view(np.uint8).reshape(len(elements), elements.itemsize).T.reshape(-1)
+
+
+def _of_planes(planes: NDArray[np.uint8], dtype: np.dtype[Any]) -> Bits:
+    return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).view(dtype).reshape(-1)
 
 
 def _with_fillers(changed: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:

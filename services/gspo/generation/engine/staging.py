@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,14 @@ from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, free_memory
 from gspo.common.model.files import weight_files
 from gspo.common.weights.changes import Packed, UnpackError, apply_changes
-from gspo.common.weights.manifest import policy_digest
+from gspo.common.weights.fingerprint import Fingerprint, fingerprint
+from gspo.common.weights.manifest import ManifestEntry, manifest_digest
 from gspo.generation.engine.tied_heads import tied_heads
 
 # Cache lines; also more than any dtype's own alignment.
 _ALIGNMENT = 64
+# Of a policy's bytes: to apply larger changes a second time takes no less than to copy the policy.
+_MOST_KEPT_SHARE = 0.25
 # The inference dtypes, and the integer of the same width that carries their bits.
 _BITS: Mapping[str, type[np.unsignedinteger[Any]]] = {
     "float32": np.uint32,
@@ -61,6 +64,20 @@ class TensorPlace:
         return self.num_elements * np.dtype(_BITS[self.dtype]).itemsize
 
 
+class Run(NamedTuple):
+    """A run of a tensor's elements in a push: its changes, or all of them."""
+
+    name: str
+    offset: int
+    num_elements: int
+    content: Packed | bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the content."""
+        return len(self.content.data if isinstance(self.content, Packed) else self.content)
+
+
 class PolicyCopy:
     """One whole policy in an anonymous shared-memory file.
 
@@ -68,13 +85,14 @@ class PolicyCopy:
     processes of vLLM open it by the path of our file descriptor.
 
     Attributes:
-        names: The tensors of this policy. A model folder may hold more than the learner pushes: those that the
-            architecture ignores.
+        fingerprints: Those of the tensors of this policy, by name; the writers keep them up. A model folder may hold
+            more tensors than the learner pushes: those that the architecture ignores.
     """
 
     def __init__(self, places: Mapping[str, TensorPlace], num_bytes: int) -> None:
         self._places = places
-        self.names = set(places)
+        # Of zeros.
+        self.fingerprints = dict.fromkeys(places, Fingerprint())
         self._file = os.memfd_create("gspo-policy")
         # Reserved now: an error here instead of a SIGBUS in the middle of a push.
         try:
@@ -89,19 +107,25 @@ class PolicyCopy:
         place = self._places[name]
         return np.frombuffer(self._map, _BITS[place.dtype], place.num_elements, place.offset)
 
+    def put(self, name: str, bits: NDArray[np.unsignedinteger[Any]]) -> None:
+        """Take over all elements of a tensor."""
+        self.bits(name)[:] = bits
+        self.fingerprints[name] = fingerprint(bits)
+
     def clear(self) -> None:
         """Have no tensor, and every element zero."""
-        self.names.clear()
+        self.fingerprints.clear()
         np.frombuffer(self._map, np.uint8)[:] = 0
 
     def copy_from(self, other: PolicyCopy) -> None:
         """Take over the other copy's tensors."""
-        self.names = set(other.names)
+        self.fingerprints = dict(other.fingerprints)
         np.frombuffer(self._map, np.uint8)[:] = np.frombuffer(other._map, np.uint8)
 
     def digest(self) -> str:
-        places = (place for place in self._places.values() if place.name in self.names)
-        return policy_digest((place.name, place.dtype, place.shape, self.bits(place.name)) for place in places)
+        """That of its manifest."""
+        places = ((self._places[name], number) for name, number in self.fingerprints.items())
+        return manifest_digest(ManifestEntry(it.name, it.dtype, it.shape, str(number)) for it, number in places)
 
     def update_info(self) -> dict[str, Any]:
         """The fields of weights.SharedPolicy, by which vLLM's processes read this copy."""
@@ -109,7 +133,7 @@ class PolicyCopy:
         present: list[dict[str, Any]] = []
         absent: list[dict[str, Any]] = []
         for place in self._places.values():
-            (present if place.name in self.names else absent).append(asdict(place))
+            (present if place.name in self.fingerprints else absent).append(asdict(place))
         return {"path": path, "tensors": present, "absent": absent}
 
     def close(self) -> None:
@@ -155,6 +179,10 @@ class PolicyCopies:
         self._bits = _BITS[dtype]
         self.serving = PolicyCopy(self.places, end)
         self.staged = PolicyCopy(self.places, end)
+        # Changes that make the serving copy of the staged one; None if nothing is known of that.
+        self._missing: list[Run] | None = None
+        # Those of the push that is being staged; None for one of whole tensors, and where they are too large to keep.
+        self._pushed: list[Run] | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: str, *, trust_remote_code: bool = False) -> PolicyCopies:
@@ -170,30 +198,58 @@ class PolicyCopies:
             shapes[name] = tuple(part.get_slice(name).get_shape())
         copies = cls(shapes, dtype)
         for name, part in _checkpoint_tensors(folder, left_out):
-            copies.serving.bits(name)[:] = _cast_bits(part.get_tensor(name), dtype)
+            copies.serving.put(name, _cast_bits(part.get_tensor(name), dtype))
         return copies
 
     def begin(self, *, changes: bool) -> None:
         """Start a push, of changes to `serving` or of whole tensors. A tensor that is left out changes the digest."""
-        if changes:
-            self.staged.copy_from(self.serving)
-        else:
+        missing, self._missing, self._pushed = self._missing, None, [] if changes else None
+        if not changes:
             self.staged.clear()
+        elif missing is None or not self._catch_up(missing):
+            self.staged.copy_from(self.serving)
+
+    def _catch_up(self, missing: Iterable[Run]) -> bool:
+        """Make the staged copy equal to the serving one by the changes of the last push; whether they fit."""
+        try:
+            for run in missing:
+                self._apply(run)
+        except StagingError:
+            return False
+        return self.staged.fingerprints == self.serving.fingerprints
 
     def write(self, name: str, offset: int, data: bytes) -> None:
         """Put raw little-endian elements at flat position `offset` of a tensor (a large one comes in pieces)."""
         itemsize = np.dtype(self._bits).itemsize
         if len(data) % itemsize:
             raise StagingError(f"weights: {name}: {len(data)} bytes are not whole elements of {itemsize} bytes")
-        self._run(name, offset, len(data) // itemsize)[:] = np.frombuffer(data, self._bits)
-        self.staged.names.add(name)
+        self._take(Run(name, offset, len(data) // itemsize, data))
 
     def change(self, name: str, offset: int, num_elements: int, packed: Packed) -> None:
         """Apply packed changes to a run of a tensor's elements."""
-        try:
-            apply_changes(self._run(name, offset, num_elements), packed)
-        except UnpackError as error:
-            raise StagingError(f"weights: {name} from {offset} on: {error}") from error
+        self._take(Run(name, offset, num_elements, packed))
+
+    def _take(self, run: Run) -> None:
+        self._apply(run)
+        if self._pushed is not None:
+            self._pushed.append(run)
+            if sum(pushed.num_bytes for pushed in self._pushed) > _MOST_KEPT_SHARE * self.num_bytes:
+                self._pushed = None
+
+    def _apply(self, run: Run) -> None:
+        """Put a run into the staged copy, and what it adds to the fingerprint of its tensor."""
+        bits = self._run(run.name, run.offset, run.num_elements)
+        if isinstance(run.content, Packed):
+            try:
+                added = apply_changes(bits, run.content, run.offset)
+            except UnpackError as error:
+                raise StagingError(f"weights: {run.name} from {run.offset} on: {error}") from error
+        else:
+            # A whole push begins with zeros, and to see them takes a tenth of the time.
+            before = fingerprint(bits, run.offset) if bits.any() else Fingerprint()
+            bits[:] = np.frombuffer(run.content, self._bits)
+            added = fingerprint(bits, run.offset) - before
+        self.staged.fingerprints[run.name] = self.staged.fingerprints.get(run.name, Fingerprint()) + added
 
     def serving_digest(self) -> str:
         """The digest of the copy that serves."""
@@ -205,12 +261,13 @@ class PolicyCopies:
 
     def differing_tensor(self) -> str | None:
         """A staged tensor with other bits than the serving one; None if there is none."""
-        names = sorted(self.staged.names)
-        return next((n for n in names if not np.array_equal(self.staged.bits(n), self.serving.bits(n))), None)
+        staged, serving = self.staged.fingerprints, self.serving.fingerprints
+        return next((name for name in sorted(staged) if staged[name] != serving[name]), None)
 
     def promote(self) -> None:
         """Make the staged copy the serving one. Engine.load calls it after a good load."""
         self.serving, self.staged = self.staged, self.serving
+        self._missing, self._pushed = self._pushed, None
 
     def close(self) -> None:
         self.serving.close()

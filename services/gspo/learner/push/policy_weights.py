@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from gspo.common.weights.changes import Bits, pack_changes
-from gspo.common.weights.manifest import policy_digest
+from gspo.common.weights.manifest import PREFIX, NamedTensor, digest_of_kind, policy_digest
 from gspo.learner.training.trainer_api import NotFiniteError
 from gspo_proto.generation_pb2 import Changes, PushHeader, TensorFrame, WeightFrame
 
@@ -63,6 +63,12 @@ class PolicyWeights:
         """Size of all tensors."""
         return sum(tensor.nbytes for tensor in self.bits.values())
 
+    def digest_like(self, recorded: str) -> str:
+        """Its digest, of the kind of a digest on record: runs of before have another kind. Empty is this one's."""
+        if not recorded or recorded.startswith(PREFIX):
+            return self.digest
+        return digest_of_kind(recorded, _named(self.dtype, self.bits))
+
     @property
     def facts(self) -> PolicyFacts:
         """The version without its weights."""
@@ -86,8 +92,11 @@ def weights_from(version: int, tensors: Mapping[str, torch.Tensor]) -> PolicyWei
             + (". Lower learner.learning_rate and resume" if version else "")
         )
     bits = {name: tensor.view(_BITS[tensor.dtype]).numpy() for name, tensor in tensors.items()}
-    digest = policy_digest((name, dtype, tensor.shape, tensor) for name, tensor in bits.items())
-    return PolicyWeights(version, digest, dtype, bits)
+    return PolicyWeights(version, policy_digest(_named(dtype, bits)), dtype, bits)
+
+
+def _named(dtype: str, bits: Mapping[str, NDArray[np.unsignedinteger[Any]]]) -> Iterator[NamedTensor]:
+    return ((name, dtype, tensor.shape, tensor) for name, tensor in bits.items())
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

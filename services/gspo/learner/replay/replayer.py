@@ -19,7 +19,7 @@ from gspo.common.config.schema import Config
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.assembler import Assembler
 from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.recovery import hyperparameters_of, initial_weights, replay_step, restore
+from gspo.learner.recovery import digest_like, hyperparameters_of, initial_weights, replay_step, restore
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import PolicyVersion, RunDir
 from gspo.learner.training.trainer_api import StartTrainer, TrainerApi
@@ -62,13 +62,16 @@ def make_steps(
     with RunDir(folder, DiskSpace(activity, is_stopped)) as run_dir:
         trainer, assembler, weights, _ = restore(config, model, run_dir, activity, start)
         weights = weights or initial_weights(trainer)
-        run_dir.append_version(weights.version, weights.digest, weights.dtype)
+        digest = digest_like(weights, recorded.get(weights.version))
+        run_dir.append_version(weights.version, digest, weights.dtype)
         saved = weights.version
         for step in run_dir.steps_to_replay(after=weights.version):
             if step > last or is_stopped():
                 break
             used = hyperparameters_of(config, step, recorded.get(step), run_dir.shortages, configured)
-            weights = replay_step(step, run_dir, trainer, assembler, used, reassembled=reassembled)
+            weights = replay_step(
+                step, run_dir, trainer, assembler, used, reassembled=reassembled, original=recorded.get(step)
+            )
             if not step % config.run.checkpoint_every:
                 saved = _save(weights, run_dir, trainer, assembler)
         if weights.version > saved:

@@ -56,7 +56,7 @@ def read_unmeasured(run_dir: Path, version: int, digest: str) -> PolicyWeights |
         except (OSError, SafetensorError, InputError, NotFiniteError, ValueError) as error:
             log.warning("unmeasured_version_lost", version=version, folder=str(folder), reason=str(error))
             continue
-        if weights.digest == digest:
+        if weights.digest_like(digest) == digest:
             return weights
         log.warning("unmeasured_version_lost", version=version, folder=str(folder), reason="it has another digest")
     return None

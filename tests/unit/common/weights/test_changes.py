@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gspo.common.weights.changes import Packed, UnpackError, apply_changes, pack_changes
+from gspo.common.weights.fingerprint import fingerprint
 
 
 def pair(dtype: type[np.unsignedinteger]) -> st.SearchStrategy[tuple[np.ndarray, np.ndarray]]:
@@ -41,20 +42,37 @@ def _changed(given: tuple[np.ndarray, dict[int, int]]) -> tuple[np.ndarray, np.n
 def test_changes_to_the_old_version_give_the_new_one(versions: tuple[np.ndarray, np.ndarray]) -> None:
     old, new = versions
     bits = old.copy()
-    apply_changes(bits, pack_changes(new, old))
+    added = apply_changes(bits, pack_changes(new, old))
     assert bits.tolist() == new.tolist()
+    assert fingerprint(old) + added == fingerprint(new)
 
 
-def test_gaps_come_first_then_the_low_bytes_of_zigzag_differences_then_the_high_ones() -> None:
+def test_gaps_come_first_then_the_low_bytes_of_zigzag_differences_then_the_high_ones_then_the_old_bits() -> None:
     old = np.zeros(300, np.uint16)
+    old[2] = 0x0105
     new = old.copy()
     # Up one, down one, and up 300: as zigzag 2, 1 and 600 = 2 * 256 + 88.
-    new[[2, 3, 299]] = [1, 0xFFFF, 300]
+    new[[2, 3, 299]] = [0x0106, 0xFFFF, 300]
     packed = pack_changes(new, old)
     # From element 3 to 299 is further than a byte says: the unchanged element 258 is listed between them.
     assert packed.num_listed == 4
-    plain = list(pa.Codec("zstd").decompress(packed.data, 12, asbytes=True))
-    assert (plain[:4], plain[4:8], plain[8:]) == ([3, 1, 255, 41], [2, 1, 0, 88], [0, 0, 0, 2])
+    plain = list(pa.Codec("zstd").decompress(packed.data, 20, asbytes=True))
+    assert (plain[:4], plain[4:8], plain[8:12]) == ([3, 1, 255, 41], [2, 1, 0, 88], [0, 0, 0, 2])
+    assert (plain[12:16], plain[16:]) == ([0x05, 0, 0, 0], [0x01, 0, 0, 0])
+
+
+def test_changes_to_other_weights_are_refused_and_the_fingerprint_is_of_the_place_in_the_tensor() -> None:
+    old = np.arange(100, dtype=np.uint16)
+    new = old.copy()
+    new[[3, 90]] = 7
+    packed, bits = pack_changes(new, old), old.copy()
+    bits[90] ^= 1
+    with pytest.raises(UnpackError, match="other weights, first at element 90"):
+        apply_changes(bits, packed)
+    assert bits[3] == 3, "nothing is changed"
+    whole = np.concatenate([old, old])
+    added = apply_changes(whole[100:], packed, start=100)
+    assert fingerprint(np.concatenate([old, old])) + added == fingerprint(whole)
 
 
 def test_no_change_is_nothing() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gspo.common.weights.changes import Packed, pack_changes
-from gspo.generation.engine.staging import PolicyCopies, StagingError
+from gspo.common.weights.manifest import policy_digest
+from gspo.generation.engine.staging import PolicyCopies, PolicyCopy, StagingError
 from tests.support.tiny_model import make_tiny_model
 
 
@@ -38,6 +39,48 @@ def test_a_push_changes_nothing_until_it_is_promoted(copies: PolicyCopies) -> No
     assert copies.serving_digest() == before != copies.staged_digest()
     copies.promote()
     assert copies.serving.bits("a").tolist() == [10, 1, 2, 3, 40, 5]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.4])
+def test_after_any_pushes_the_staged_copy_has_the_fingerprints_of_its_bytes(share: float) -> None:
+    """The changes of the push before are applied in place of a copy, unless they are many or a push has failed."""
+    chance, size = np.random.default_rng(0), 10_000
+    copies = PolicyCopies({"a": (size,), "b": (3,)}, "bfloat16")
+    expected = {"a": np.zeros(size, np.uint16), "b": np.zeros(3, np.uint16)}
+    for number in range(12):
+        whole, fails = number in (0, 7), number in (4, 9)
+        new = expected["a"].copy()
+        new[chance.random(size) < share] = number
+        copies.begin(changes=not whole)
+        if whole:
+            copies.write("b", 0, expected["b"].tobytes())
+        if whole or number % 3 == 0:  # many changes to a run come as all of its elements
+            copies.write("a", 0, new[:100].tobytes())
+        else:
+            copies.change("a", 0, 100, pack_changes(new[:100], expected["a"][:100]))
+        if fails:
+            continue
+        if whole:
+            copies.write("a", 100, new[100:].tobytes())
+        else:
+            copies.change("a", 100, size - 100, pack_changes(new[100:], expected["a"][100:]))
+        expected["a"] = new
+        tensors = [(name, "bfloat16", bits.shape, bits) for name, bits in expected.items()]
+        assert copies.staged_digest() == policy_digest(tensors)
+        copies.promote()
+        assert all(copies.serving.bits(name).tolist() == bits.tolist() for name, bits in expected.items())
+
+
+def test_a_push_of_changes_copies_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = PolicyCopies({"a": (1000,)}, "bfloat16")
+    copies.begin(changes=True)
+    copies.promote()
+    monkeypatch.setattr(PolicyCopy, "copy_from", None)
+    for old, new in ((0, 50), (50, 51), (51, 52)):
+        copies.begin(changes=True)
+        copies.change("a", 5, 1, packed([new], [old]))
+        copies.promote()
+    assert copies.serving.bits("a")[4:7].tolist() == [0, 52, 0]
 
 
 def test_a_full_push_that_leaves_a_tensor_out_has_another_digest(copies: PolicyCopies) -> None:
