@@ -165,7 +165,7 @@ LEARNING = {
             *figure("noise_share", "noise_share_independent"), help="Above a third, clipping is chance"),
         ask("Why are sequences outside?", SHARE,
             *figure("outside_clip_noise", "outside_clip_lag", "outside_clip_movement"),
-            help="Together outside_clip_sequences. Unknown parts are missing"),
+            help="Noise and lag at a step's first weights, and what its updates add. Unknown parts are missing"),
         ask("How far has the policy moved within a step?", ONE,
             *figure("log_ratio_mean", "log_ratio_std", "log_ratio_max")),
         ask("How far apart are the engines at equal weights?", ONE, *figure("sigma_token", "sigma_sequence")),

@@ -155,7 +155,8 @@ def _cause_table(causes: Mapping[str, ClipCauses], results: Mapping[str, Record]
     runs = [(name, causes[name], _seen(results[name], "noise_clip")) for name in declared_runs() if name in causes]
     return table(
         ("run", [name for name, _, _ in runs], ""),
-        ("outside the clip", [of_run.outside for _, of_run, _ in runs], ".1%"),
+        ("outside as trained", [of_run.trained for _, of_run, _ in runs], ".1%"),
+        ("at the start", [of_run.at_start for _, of_run, _ in runs], ".1%"),
         ("by noise", [of_run.noise for _, of_run, _ in runs], ".1%"),
         ("by lag", [of_run.lag for _, of_run, _ in runs], ".1%"),
         ("by movement", [of_run.movement for _, of_run, _ in runs], ".1%"),

@@ -24,7 +24,8 @@ from examples.experiments.moe.comparison_run import (
 )
 
 EXAMPLE = "long"
-_CAUSES = ("outside_clip_at_start", "outside_clip_noise", "outside_clip_lag", "outside_clip_movement", "noise_clip")
+_PARTS = ("at_start", "at_end", "noise", "lag", "movement")
+_CAUSES = (*(f"outside_clip_{part}" for part in _PARTS), "noise_clip")
 _FIGURES = (*FIGURES, *_CAUSES, "tokens", "response_tokens_mean")
 _RUN_S, _CHILD_S, _COLD_START_S = 4 * 3600.0, 600.0, 2 * 3600.0
 _EVALUATE_EVERY = 20

@@ -224,7 +224,7 @@ class Learner:
             self._clock.end_phase(StepPhase.SHIFT)
         with activity.doing("training", f"step {step}, {len(batch.rows)} rollouts"):
             trained = await self.trainer.train(step, batch.rows, self._hyperparameters(step))
-        self._clock.end_training(trained.probe_s)
+        self._clock.end_training(trained.probe_s, trained.clip_split_s)
         return trained
 
     def _hyperparameters(self, step: int) -> Hyperparameters:

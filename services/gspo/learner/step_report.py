@@ -42,6 +42,7 @@ class StepPhase(StrEnum):
     SHIFT = "shift_s"
     TRAIN = "train_s"
     PROBE = "probe_s"
+    CLIP_SPLIT = "clip_split_s"
     # To gather and copy the weights; where the version is not made beside training, also its digest and its record.
     MAKE_VERSION = "publish_s"
     HOLD = "hold_s"
@@ -140,12 +141,12 @@ class StepClock:
         self._phases[phase] = self._phases.get(phase, 0.0) + now_s - self._phase_began_s
         self._phase_began_s = self._ended_s = now_s
 
-    def end_training(self, probe_s: float) -> None:
-        """The training phase is over; so many seconds of it were the mismatch probe's."""
+    def end_training(self, probe_s: float, clip_split_s: float) -> None:
+        """The training phase is over; so many seconds of it were those of measurements beside the updates."""
         self.end_phase(StepPhase.TRAIN)
         self._trained_unix_s = time.time()
-        self._phases[StepPhase.TRAIN] -= probe_s
-        self._phases[StepPhase.PROBE] = probe_s
+        self._phases[StepPhase.TRAIN] -= probe_s + clip_split_s
+        self._phases |= {StepPhase.PROBE: probe_s, StepPhase.CLIP_SPLIT: clip_split_s}
 
     def end_step(self, version: int) -> dict[str, float]:
         """The step that made a version is over, whose push may begin while the next step is trained.

@@ -143,8 +143,9 @@ def test_mini_batches_and_advantages_are_made_anew_from_the_logged_rewards(run_d
     done = replay(run_dir, "--steps", "3", *keys, "--json")
     assert done.code == 0, done.errors
     rows = pq.read_table(run_dir / "log" / "step-000003.parquet").to_pandas()
-    # One mini-batch begins at the step's first weights, so nothing has moved yet.
-    assert done.value(3, "outside_clip_movement")["replayed"] == 0 != done.value(3, "outside_clip_movement")["recorded"]
+    # One mini-batch is trained at the step's first weights, so nothing has moved yet.
+    outside, start = (done.value(3, f"outside_clip_{name}") for name in ("sequences", "at_start"))
+    assert outside["replayed"] == start["replayed"] and outside["recorded"] != start["recorded"]
     largest = (rows.reward - rows.groupby("group").reward.transform("mean")).max()
     assert done.value(3, "advantage_max")["replayed"] == pytest.approx(largest)
 

@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 # Their keys need rollouts of several branches or turns.
 OF_AGENTS = ("branch", "turns")
+# Their step looks at all sequences before the first update and after the last one.
+SPLIT = ("gspo", "length", "branch", "mask", "teacher")
 # Sections `teacher`, without the path.
 TEACHERS: dict[str, dict[str, Any]] = {
     "teacher": {"coef": 0.3},
@@ -57,6 +59,8 @@ def make_figure_models(folder: Path) -> Path:
 def figure_config(model: Path, case: str, **learner: Any) -> Config:
     """The configuration of a case; `learner` adds keys of that section."""
     keys: dict[str, Any] = {"algorithm": CASES[case], "learner": {**LEARNER, **learner}}
+    if case in SPLIT:
+        keys["learner"] |= {"clip_split_every": STEP}
     if case in OF_AGENTS:
         keys |= {"agent": {"external": True}, "gateway": {"replicas": 1}}
     if case in TEACHERS:

@@ -138,7 +138,7 @@ class _Loop:
 
     def __init__(self, model: Path, config: Config, kept: Sequence[Record], step: int) -> None:
         self.algorithm, self.learner, self.kept = config.algorithm, config.learner, kept
-        self.teacher = config.teacher
+        self.teacher, self.splits = config.teacher, config.splits_clip(step)
         self.temperature, self.step = config.sampling.temperature, step
         self.rate = self.learner.learning_rate * min(1, step / (self.learner.warmup_steps + 1))
         self.policy, self.reference = (
@@ -175,7 +175,7 @@ class _Loop:
         matrices, others = ([w for w in self.policy.parameters() if (w.ndim > 1) is matrix] for matrix in (True, False))
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.rate, weight_decay=self.learner.weight_decay)
-        losses, norms, seen = [], [], []
+        before, losses, norms, seen = self._look(), [], [], []
         for number in sorted(set(self.mini_batch)):
             part = self.mini_batch == number
             rows = [self._logp_entropy(self.policy, self.kept[i]) for i in np.flatnonzero(part)]
@@ -202,9 +202,14 @@ class _Loop:
             "loss": float(np.mean(losses)),
             "grad_norm": float(np.mean(norms)),
             **found,
-            **self._of_clip(found, seen[0][0], seen[0][1]),
+            **self._of_clip(found, before, seen[0][0]),
             **self.correction,
         }
+
+    def _look(self) -> Any:
+        """The log-probs [B, T] at the present weights."""
+        with torch.no_grad():
+            return self._numbers(self.policy)
 
     def _flops(self) -> dict[str, float]:
         """Figures of a Qwen3: by hand from its configuration, token by token."""
@@ -311,24 +316,32 @@ class _Loop:
         below = math.erfc((mean - math.log(1 - low)) / sigma / math.sqrt(2)) / 2 if low < 1 else 0.0
         return below + math.erfc((math.log(1 + high) - mean) / sigma / math.sqrt(2)) / 2
 
-    def _of_clip(self, found: Mapping[str, float], first: Any, logp: Any) -> dict[str, float]:
-        """Why sequences are outside the clip: of the first mini-batch, and of the rest. Some tokens are older."""
-        a, m, old = self.algorithm, self.counted[first], self.old[first]
+    def _of_clip(self, found: Mapping[str, float], before: Any, first: Any) -> dict[str, float]:
+        """Why sequences are outside the clip: all before the first update and after the last, or the first mini-batch.
+
+        Some tokens are older.
+        """
+        a = self.algorithm
         if a.objective != "clip" or a.importance_sampling == "token":
             return {}
-        branch = None if self.branch is None else self.branch[first]
-        log_ratio = np.array([(logp - old)[i, tokens].mean() for i, tokens in sequences(m, branch)])
-        of_all = [(i, tokens.sum()) for i, tokens in sequences(self.counted, self.branch)]
-        scale = np.array([math.sqrt((a.pg_clip_reference_length or n) / n) for _, n in of_all])
-        of_first = np.array([bool(first[i]) for i, _ in of_all])
+        of_all = list(sequences(self.counted, self.branch))
+        scale = np.array(
+            [math.sqrt((a.pg_clip_reference_length or tokens.sum()) / tokens.sum()) for _, tokens in of_all]
+        )
         low, high = np.minimum(1, a.clip[0] * scale), a.clip[1] * scale
-        ratio = np.exp(log_ratio)
-        start = ((ratio < 1 - low[of_first]) | (ratio > 1 + high[of_first])).mean()
-        parts = {
-            "outside_clip_at_start": start,
-            "log_ratio_std_at_start": log_ratio.std(ddof=1),
-            "outside_clip_movement": found["outside_clip_sequences"] - start,
-        }
+
+        def looked(logp: Any, of_rows: Any) -> tuple[float, float]:
+            log_s = np.array([(logp - self.old)[i, tokens].mean() for i, tokens in of_all])
+            outside = (np.exp(log_s) < 1 - low) | (np.exp(log_s) > 1 + high)
+            taken = np.array([bool(of_rows[i]) for i, _ in of_all])
+            return outside[taken].mean(), log_s[taken].std(ddof=1)
+
+        every_row = np.ones_like(first)
+        start, spread = looked(before, every_row if self.splits else first)
+        parts = {"outside_clip_at_start": start, "log_ratio_std_at_start": spread}
+        if self.splits:
+            end, _ = looked(self._look(), every_row)
+            parts |= {"outside_clip_at_end": end, "outside_clip_movement": end - start}
         if a.old_logprobs == "inference":
             parts |= {"outside_clip_noise": found["noise_share"], "outside_clip_lag": start - found["noise_share"]}
         if a.pg_clip_reference_length:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
+from gspo.common.weights.manifest import policy_digest
 from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.assembly.rows import Row
 from gspo.learner.training.trainer_api import TrainResult, configured_hyperparameters
@@ -97,6 +98,12 @@ def train(trainer: Trainer, step: int, rows: Sequence[Row], not_applied: Collect
     """A step with the configured hyperparameters, as the loop trains and reports it."""
     trained = trainer.train(step, rows, not_applied, configured_hyperparameters(trainer._config, step))
     return replace(trained, metrics={**row_metrics(rows, step), **trained.metrics})
+
+
+def digest(trainer: Trainer) -> str:
+    """The digest of a trainer's present policy."""
+    weights = trainer.engine.policy()
+    return policy_digest((name, str(w.dtype), tuple(w.shape), w.numpy()) for name, w in weights.items())
 
 
 def with_version(rows: Sequence[Row], version: int) -> list[Row]:

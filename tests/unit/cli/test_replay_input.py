@@ -130,6 +130,7 @@ def test_a_log_without_a_step_to_make_is_refused(tmp_path: Path) -> None:
         ("algorithm.preset=grpo", "set the keys that it means"),
         ("run.total_steps=50", "learner.schedule constant does not depend on it"),
         ("learner.mismatch_every=0", "it only measures along the way"),
+        ("learner.clip_split_every=0", "it only measures along the way"),
         ("algorithm.pg_clip_hihg=0.1", "is not a key. Did you mean 'algorithm.pg_clip_high'?"),
         ("algorithm.pg_clip_high", "is not KEY=VALUE"),
         ("algorithm.pg_clip_high=[", "is not YAML"),
@@ -157,7 +158,8 @@ def test_every_key_either_acts_on_a_replay_or_has_its_reason() -> None:
         *("loss.path", "loss.entry", "loss.reference", "adv_estimator", "num_mini_batches", "reward_norm"),
         *("reward_shift", "reward_scale", "reward_clip"),
     )
-    learner = {key.name for key in explain() if key.name.startswith("learner.")} - {"learner.mismatch_every"}
+    learner = {key.name for key in explain() if key.name.startswith("learner.")}
+    learner -= {"learner.mismatch_every", "learner.clip_split_every"}
     teacher = {f"teacher.{name}" for name in ("path", "coef", "kl_in", "trust_remote_code", "allow_pickle")}
     model = {key.name for key in explain() if key.name.startswith("model.")}
     assert acting == {f"algorithm.{name}" for name in algorithm} | learner | teacher | model

@@ -290,6 +290,7 @@ def test_whatever_a_resume_may_change_of_training_is_recorded_with_a_version() -
         "learner.packing",
         "learner.rank_timeout_s",
         "learner.mismatch_every",
+        "learner.clip_split_every",
         "learner.token_records",
     }
     assert on_resume == recorded | no_part_of_the_update

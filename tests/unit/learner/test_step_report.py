@@ -37,7 +37,7 @@ def metrics_of_a_step(clock: StepClock, *, evaluated_s_ago: float) -> dict[str, 
         evaluated_unix_s=now - evaluated_s_ago,
     )
     clock.end_phase(StepPhase.LOG)
-    clock.end_training(probe_s=0.125)
+    clock.end_training(probe_s=0.125, clip_split_s=0.25)
     for phase in (StepPhase.MAKE_VERSION, StepPhase.HOLD):
         clock.end_phase(phase)
     return clock.end_step(1)
@@ -47,7 +47,7 @@ def test_the_time_of_a_step_is_split_by_phase_and_by_cause(clock: StepClock) -> 
     first = metrics_of_a_step(clock, evaluated_s_ago=5)
     assert first["wait_s"] == pytest.approx(10, abs=0.5)
     assert first["step_s"] == sum(first.get(phase, 0.0) for phase in StepPhase)
-    assert first["probe_s"] == 0.125
+    assert (first["probe_s"], first["clip_split_s"]) == (0.125, 0.25)
     assert (first["checkpoint_s"], first["record_s"]) == (0, 0), "nothing came before the first step"
     by_cause = seconds_by_cause(first)
     expected = {"push": 2, "evaluation": 3, "issue": 3, "queue": 0, "generation": 1, "reward": 1}

@@ -22,6 +22,7 @@ OPTION = "--with"
 _SAMPLING = "decides how rollouts are sampled, and a replay takes them from the log"
 _BATCH = "decides which rollouts a step has, and a replay takes them from the log"
 _ASSEMBLY = "acts before a step is logged: the log has its masks and penalties"
+_MEASURES = "only measures along the way, and changes no step"
 _AFTER = "acts after a version is made, and a replay only makes versions"
 _SERVED = "is of the teacher's server, whose log-probs the log has"
 # Key or section -> why it cannot act on a replay; the longest name that fits counts.
@@ -58,7 +59,8 @@ _WITHOUT_EFFECT = {
     "teacher.address": _SERVED,
     "teacher.model": _SERVED,
     "teacher.timeout_s": _SERVED,
-    "learner.mismatch_every": "only measures along the way, and changes no step",
+    "learner.mismatch_every": _MEASURES,
+    "learner.clip_split_every": _MEASURES,
 }
 # Keys of mini-batches and advantages, which a replay can make anew from the logged rewards.
 _REASSEMBLED = (

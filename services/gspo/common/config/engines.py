@@ -14,6 +14,8 @@ from gspo.common.config.fields import FIXED, ON_GPUS, ON_RESUME, FilePath, FreeM
 MICRO_BATCH_TOKENS = 2048
 # A probe took 0.2 of a step of 32 rollouts on a CPU, so this is 0.4 % of the time; larger steps have the same probe.
 MISMATCH_EVERY = 50
+# Two passes forward in so many steps: some 3 % of the time of training.
+CLIP_SPLIT_EVERY = 20
 # vLLM checks no more at a time.
 MOST_DRAFT_TOKENS = 128
 # The ZeRO stage that leaves a rank a part of every weight.
@@ -118,7 +120,11 @@ _NO_ADAPTERS = Owner(
 class LearnerConfig(Section):
     """The DeepSpeed learner."""
 
-    BEFORE: ClassVar[Mapping[str, Any]] = {"decay_matrices_only": False, "bfloat16_states": False}
+    BEFORE: ClassVar[Mapping[str, Any]] = {
+        "decay_matrices_only": False,
+        "bfloat16_states": False,
+        "clip_split_every": 0,
+    }
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="Arithmetic of training; bfloat16 keeps fp32 master weights, and on CPUs a float32 output layer",
@@ -208,6 +214,13 @@ class LearnerConfig(Section):
         ge=0,
         description="Most steps between two measurements of the engines' mismatch with a lag, by a probe under the "
         "weights of an earlier version. Tokens of the newest version are measured without it. 0: no probe",
+        json_schema_extra=ON_RESUME,
+    )
+    clip_split_every: int = Field(
+        CLIP_SPLIT_EVERY,
+        ge=0,
+        description="In one of so many steps, the learner looks at all sequences before the first update and after "
+        "the last one. So it knows how many the policy's movement puts outside the clip. 0: never",
         json_schema_extra=ON_RESUME,
     )
     deepspeed: dict[str, Any] | FilePath = Field(

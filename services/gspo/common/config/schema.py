@@ -183,6 +183,10 @@ class ServicesConfig(Section):
 _GATEWAY = Owner("gateway.replicas: 1", lambda config: config.gateway.replicas > 0)
 _AGENT = Owner("agent.path, agent.command, or agent.external: true", lambda config: config.agent.used)
 _LAG = Owner("staleness.max_lag of at least 1", lambda config: config.staleness.max_lag > 0)
+_SPLIT = Owner(
+    "several clipped updates a step, by algorithm.num_mini_batches or ppo_epochs",
+    lambda config: config.algorithm.clips_sequences and config.algorithm.updates_per_step > 1,
+)
 _NO_AGENT = Owner("an agent, whose requests run to their ends", lambda config: not config.agent.used, is_rival=True)
 
 
@@ -196,6 +200,7 @@ class Config(Section):
         "algorithm.ratio_of": (_AGENT, *BESIDE_TEACHER["algorithm.ratio_of"]),
         "algorithm.rollout_length": (_AGENT,),
         "learner.mismatch_every": (_LAG,),
+        "learner.clip_split_every": (_SPLIT,),
         "generation.segment_tokens": (_NO_AGENT,),
     }
     name: RunName = Field(description="Name of the run: its directory and its keys in Redis")
@@ -420,6 +425,11 @@ class Config(Section):
         """Whether rollouts may have another temperature than sampling.temperature."""
         of_sources = {source.temperature for source in self.sources}
         return self.agent.sampling == "client" or of_sources != {self.sampling.temperature}
+
+    def splits_clip(self, step: int) -> bool:
+        """Whether a step looks at its sequences before the first update and after the last one."""
+        every = self.learner.clip_split_every if _SPLIT.is_there(self) else 0
+        return every > 0 and step % every == 0
 
     def source_of(self, file: str) -> Source:
         """The source of a held-out file: the only one, or that of the file's name."""

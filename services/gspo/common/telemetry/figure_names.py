@@ -12,10 +12,10 @@ FIGURES = frozenset(
     for line in (
         "clipped_sequences clipped_sequences_low clipped_sequences_high clipped_tokens clipped_tokens_low",
         "clipped_tokens_high outside_clip_sequences outside_clip_noise outside_clip_lag outside_clip_movement",
-        "outside_clip_at_start log_ratio_std_at_start clip_low_mean clip_high_mean dual_clipped_tokens",
-        "experts_changed sigma_token sigma_sequence mismatch_tokens noise_share noise_share_independent",
-        "noise_clip mismatch_age k1 k3 reference_kl teacher_kl entropy zero_spread_groups loss grad_norm",
-        "learning_rate mini_batches_not_applied tokens sequences groups groups_filtered groups_failed",
+        "outside_clip_at_start outside_clip_at_end log_ratio_std_at_start clip_low_mean clip_high_mean",
+        "dual_clipped_tokens experts_changed sigma_token sigma_sequence mismatch_tokens noise_share",
+        "noise_share_independent noise_clip mismatch_age k1 k3 reference_kl teacher_kl entropy zero_spread_groups",
+        "loss grad_norm learning_rate mini_batches_not_applied tokens sequences groups groups_filtered groups_failed",
         "groups_stale dropped_rollouts dropped_tokens behavior_weight_mean behavior_weight_geomean",
         "behavior_weight_std behavior_outside age_mean age_max response_tokens_mean truncated_share eos_share",
         "same_text_share reward_length_correlation reward_min branches_mean turn_tokens_mean turns_mean",
@@ -23,7 +23,7 @@ FIGURES = frozenset(
         "gpus tokens_per_s_per_gpu learner_tokens_per_s_per_gpu learner_flops_per_s learner_mfu mfu",
         "train_flops generation_flops step_s wait_s wait_issue_s wait_queue_s wait_generation_s wait_reward_s",
         "wait_intake_s wait_push_s wait_evaluation_s wait_old_s log_s train_s publish_s hold_s shift_s",
-        "probe_s version_beside_s checkpoint_s record_s checkpoint_beside_s",
+        "probe_s clip_split_s version_beside_s checkpoint_s record_s checkpoint_beside_s",
         *(f"{name}_mean {name}_std {name}_max" for name in _WITH_MOMENTS),
     )
     for name in line.split()

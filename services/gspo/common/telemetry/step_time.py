@@ -21,7 +21,7 @@ CAUSES: dict[str, Cause] = {
     "generation": Cause(("wait_generation_s",), "waiting for rollouts to end"),
     "reward": Cause(("wait_reward_s",), "waiting for rewards"),
     "intake": Cause(("wait_intake_s",), "waiting for scored rollouts to come in"),
-    "training": Cause(("train_s", "probe_s"), "training"),
+    "training": Cause(("train_s", "probe_s", "clip_split_s"), "training"),
     "shift": Cause(("shift_s",), "handing shared GPUs over"),
     "push": Cause(("wait_push_s", "publish_s"), "making and pushing the version"),
     "evaluation": Cause(("wait_evaluation_s", "hold_s"), "waiting for an evaluation"),

@@ -19,8 +19,9 @@ _LOSS_FIGURES = ("outside_clip_sequences", "dual_clipped_tokens", "k1", "k3", "r
 _CORRECTION_FIGURES = ("behavior_weight_mean", "behavior_weight_std", "behavior_outside")
 _ROUTING_FIGURES = ("experts_changed",)
 _MOMENTS = ("log_ratio", "token_log_ratio", "advantage")
-# Sums whose values at the step's first weights have figures of their own, under this prefix.
-_AT_START, _START = ("outside_clip_sequences", "log_ratio"), "start_"
+# Sums whose values at a step's first or last weights have figures of their own, under these prefixes.
+_AT_WEIGHTS = ("outside_clip_sequences", "log_ratio")
+AT_START, AT_END = "start_", "end_"
 
 
 def compared_stats(
@@ -119,9 +120,13 @@ def mismatch_metrics(
     }
 
 
-def at_start(stats: Stats) -> Stats:
-    """Those sums of the step's first applied update that are figures of the step's first weights."""
-    return {f"{_START}{key}": value for key, value in stats.items() if key.rpartition(".")[0] in _AT_START}
+def at_weights(when: str, stats: Stats) -> Stats:
+    """Those sums of passes at a step's first or last weights that have figures of their own.
+
+    Args:
+        when: AT_START or AT_END.
+    """
+    return {f"{when}{key}": value for key, value in stats.items() if key.rpartition(".")[0] in _AT_WEIGHTS}
 
 
 def clip_metrics(
@@ -132,24 +137,27 @@ def clip_metrics(
     *,
     is_fresh: bool,
 ) -> dict[str, float]:
-    """Why sequences are outside the clip: parts of outside_clip_sequences that add up to it.
+    """Why sequences are outside the clip at a step's last weights: parts of outside_clip_at_end that add up to it.
 
-    The first update has the step's first weights, so noise and lag put its sequences outside. The rest of the step is
-    movement. Noise is known where every token is of the newest version, since then there is no lag, and where it
-    was measured. Under recompute, the first ratio is 1, and neither is part of it. Unknown parts are absent.
+    Noise and lag put sequences outside at the step's first weights. The rest is the policy's movement, which is known
+    where the same sequences were looked at before the first update and after the last one. Noise is known where every
+    token is of the newest version, since then there is no lag, and where it was measured. Under recompute, the first
+    ratio is 1, and neither is part of it. Unknown parts are absent.
 
     Args:
-        seen: The figures of a step's stats, with those of `at_start`.
+        seen: The figures of a step's stats, with those of `at_weights`. At the start these are of all sequences, or of
+            the first applied update where there are none at the end.
         mismatch: The figures of `mismatch_metrics`.
         is_fresh: Whether the newest version sampled every counted token.
     """
     if not algorithm.clips_sequences:
         return {}
-    sides, start = {}, seen["start_outside_clip_sequences"]
+    sides, parts, start = {}, {}, seen["start_outside_clip_sequences"]
     if algorithm.pg_clip_reference_length is not None:
         low_B, high_B = clip_sides(length_B[length_B > 0], *algorithm.clip, algorithm.pg_clip_reference_length)
         sides = {"clip_low_mean": float(low_B.mean()), "clip_high_mean": float(high_B.mean())}
-    parts = {"outside_clip_movement": seen["outside_clip_sequences"] - start}
+    if (end := seen.get("end_outside_clip_sequences")) is not None:
+        parts = {"outside_clip_at_end": end, "outside_clip_movement": end - start}
     noise = start if is_fresh else mismatch.get("noise_share")
     if algorithm.old_logprobs == "inference" and noise is not None:
         parts |= {"outside_clip_noise": noise, "outside_clip_lag": start - noise}

@@ -175,6 +175,14 @@ class Objective:
             stats |= mean_stats(name, x_RT, mask_RT)
         return sum(terms[1:], terms[0]), stats | policy
 
+    def ratios(self, micro: MicroBatch, logp_RT: Tensor, targets: StepTargets) -> Stats:
+        """The sums of a micro-batch's ratios, and of the sequences outside the clip, without its loss."""
+        old_RT, branch_BT = micro.take(targets.old_BT), targets.branch_BT
+        branch_RT = None if branch_BT is None else micro.take(branch_BT)
+        mask_RT = micro.take_mask(targets.mask_BT)
+        tokens = SampledTokens.of(logp_RT, old_RT, torch.zeros_like(old_RT), mask_RT, branch_RT)
+        return policy_stats(tokens, self._token_loss(tokens))
+
     def figures(self, batch: StepBatch, targets: StepTargets, stats: Stats, *, is_fresh: bool) -> dict[str, float]:
         """The figures of a step by their public names.
 

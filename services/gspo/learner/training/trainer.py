@@ -7,6 +7,7 @@ A mini-batch whose loss or gradient norm is not finite is not applied at all: we
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import MicroBatch, StepBatch
 from gspo.learner.model.flop_counts import count_flops
 from gspo.learner.model.routing_replay import RoutingReplay
-from gspo.learner.objective.figures import at_start, compared_stats
+from gspo.learner.objective.figures import AT_END, AT_START, at_weights, compared_stats
 from gspo.learner.objective.objective import OLD, Objective, StepTargets
 from gspo.learner.ranks.process_group import sum_stats
 from gspo.learner.training.mismatch_probe import MismatchProbe
@@ -39,12 +40,17 @@ _MAX_NOT_APPLIED_IN_A_ROW = 3
 
 @dataclass
 class _Updates:
-    """The updates of one step: losses, gradient norms and this rank's sums of the applied ones, and the others."""
+    """The updates of one step: losses, gradient norms and this rank's sums of the applied ones, and the others.
+
+    Attributes:
+        split_s: Seconds of the passes before the first and after the last one.
+    """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
     not_applied: list[UpdateNotApplied] = field(default_factory=list)
+    split_s: float = 0.0
 
 
 class Trainer:
@@ -99,7 +105,7 @@ class Trainer:
             updates = self._update(step, batch, targets, not_applied, hyperparameters.max_grad_norm)
             tokens = self._recorder.records(self._passes.sum)
             metrics |= self._figures(batch, targets, updates)
-        return TrainResult(metrics, tuple(updates.not_applied), self._probe.seconds, tokens)
+        return TrainResult(metrics, tuple(updates.not_applied), self._probe.seconds, updates.split_s, tokens)
 
     def _targets(self, batch: StepBatch) -> StepTargets:
         columns = {scorer.column: scorer.make(self._passes, batch) for scorer in self._scorers}
@@ -113,9 +119,13 @@ class Trainer:
         """Make the optimizer steps of a training step."""
         mini_batches = sorted(set(batch.mini_batch_B.tolist()))
         cuts = {mini_batch: self._passes.cut_mini_batch(mini_batch, targets.moving_B) for mini_batch in mini_batches}
-        self._replay.share([micro for cut in cuts.values() for micro in cut])
-        updates = _Updates()
-        for update, mini_batch in enumerate(mini_batches * self._config.algorithm.ppo_epochs):
+        micros = [micro for cut in cuts.values() for micro in cut]
+        self._replay.share(micros)
+        updates, planned = _Updates(), mini_batches * self._config.algorithm.ppo_epochs
+        splits = self._config.splits_clip(step)
+        if splits:
+            self._look(AT_START, micros, targets, updates)
+        for update, mini_batch in enumerate(planned):
             if update in not_applied:
                 problem = "the log records it as not applied"
             else:
@@ -134,7 +144,24 @@ class Trainer:
             updates.losses.append(loss)
             updates.grad_norms.append(grad_norm)
             self._num_not_applied_in_a_row = 0
+        if splits:
+            self._look(AT_END, micros, targets, updates)
         return updates
+
+    @torch.no_grad()
+    def _look(self, when: str, micros: Sequence[MicroBatch], targets: StepTargets, updates: _Updates) -> None:
+        """Add the ratios of the whole step at the present weights: passes without gradient, and without dropout."""
+        began = time.monotonic()
+        with self.engine.policy_at_rest() as model:
+            model.eval()
+            for micro in micros:
+                with self._replay.around(micro):
+                    logp_N, _ = model(*micro.model_input)
+                stats = at_weights(when, self._objective.ratios(micro, micro.spread(logp_N), targets))
+                # To the host, so that a GPU's time counts here.
+                updates.stats.append({name: self._passes.counted(value).cpu() for name, value in stats.items()})
+            model.train()
+        updates.split_s += time.monotonic() - began
 
     def _gradients(self, cut: Sequence[MicroBatch], targets: StepTargets, sizes: dict[str, Any]) -> tuple[float, Stats]:
         """Gradients of one optimizer step; returns its loss over all ranks and this rank's sums."""
@@ -173,7 +200,8 @@ class Trainer:
         sums = [*updates.stats, *(observer.end() for observer in self._observers)]
         if not updates.losses:
             return figures
-        stats = sum_stats(merge([at_start(updates.stats[0]), *sums]), self.engine.device)
+        # The first sums are of the first applied update, unless the step looked at its sequences before.
+        stats = sum_stats(merge([at_weights(AT_START, updates.stats[0]), *sums]), self.engine.device)
         figures |= self._objective.figures(batch, targets, stats, is_fresh=self._probe.is_fresh)
         return figures | {"loss": fmean(updates.losses), "grad_norm": fmean(updates.grad_norms)}
 

@@ -54,12 +54,14 @@ class TrainResult:
     Attributes:
         metrics: Those that also follow from the rows (assembly/row_metrics.py) stand for them.
         probe_s: Seconds of the mismatch probe.
+        clip_split_s: Seconds of the passes that split the clip.
         tokens: Those of each trained rollout, under learner.token_records; else empty.
     """
 
     metrics: dict[str, float]
     not_applied: tuple[UpdateNotApplied, ...] = ()
     probe_s: float = 0.0
+    clip_split_s: float = 0.0
     tokens: tuple[TokenRecord, ...] = ()
 
 

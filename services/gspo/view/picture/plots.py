@@ -194,16 +194,21 @@ PLOTS = (
         "Why are sequences outside the clip?",
         (
             CaptionHint(
-                "At the step's first weights, engine noise and lag put sequences outside. Above that line, the policy "
-                "has moved within the step.",
+                "At the step's first weights, engine noise and lag put sequences outside.",
                 ("outside_clip_at_start",),
+            ),
+            CaptionHint(
+                "In one of learner.clip_split_every steps, the same sequences are looked at after the last update: the "
+                "point above the line is the policy's own movement.",
+                ("outside_clip_at_end",),
             ),
             CaptionHint("Below the dotted line, the engines' noise alone explains it.", ("outside_clip_noise",)),
             CaptionHint("With old_logprobs: recompute, movement is all there is."),
         ),
         _share(
             "share of sequences",
-            StepFigure("outside_clip_sequences", "outside the clip", BLUE),
+            StepFigure("outside_clip_sequences", "outside as each was trained", BLUE),
+            StepFigure("outside_clip_at_end", "after the last update", RED, "points"),
             StepFigure("outside_clip_at_start", "of the step's first weights: noise and lag", ORANGE),
             StepFigure("outside_clip_noise", "noise alone, where it is known", "black", "dotted"),
         ),
@@ -274,6 +279,7 @@ PLOTS = (
             StepFigure("train_s", "training", BLUE, "stacked"),
             StepFigure("shift_s", "handing shared GPUs over", RED, "stacked"),
             StepFigure("probe_s", "measuring the engines' mismatch", SKY, "stacked"),
+            StepFigure("clip_split_s", "looking for the causes of the clip", "black", "stacked"),
             StepFigure("publish_s", "making the version: training waits", ORANGE, "stacked"),
             StepFigure("hold_s", "waiting for an evaluation", PURPLE, "stacked"),
             StepFigure("log_s", "logging", GREEN, "stacked"),

@@ -19,7 +19,7 @@ from gspo.runlog.run_history import SETTLEMENTS, SKIPS, TRAINED, RunHistory
 from gspo.runlog.run_log import SUMMARY_NAME, RunLog
 from gspo.runlog.sentences.unscored import unscored_so_far
 
-TIMES = ("wait_s", "shift_s", "train_s", "probe_s", "publish_s", "hold_s", "log_s")
+TIMES = ("wait_s", "shift_s", "train_s", "probe_s", "clip_split_s", "publish_s", "hold_s", "log_s")
 
 
 def summarise(

@@ -66,6 +66,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "algorithm.objective: clip and algorithm.importance_sampling: seq": {"algorithm.objective": "cispo"},
     "algorithm.loss.path, whose function is the whole loss of a token": {"algorithm.loss.path": "l.py"},
     "staleness.max_lag of at least 1": {"staleness.max_lag": 0},
+    "several clipped updates a step, by algorithm.num_mini_batches or ppo_epochs": {"algorithm.num_mini_batches": 1},
     "learner.lora.rank, whose adapters are matrices alone": {"learner.lora.rank": 8},
     **{
         f"data.sources that all have their own {(name := key.rpartition('.')[2])}": {

@@ -95,7 +95,8 @@ def test_the_remedy_of_the_largest_cause_comes_first(minimal: dict[str, Any]) ->
         "a wider clip": (0.2, 0.1),
     }
     for remedy, (start, noise) in cases.items():
-        figures = steps(10, **outside, outside_clip_at_start=start, outside_clip_noise=noise)
+        causes = {"outside_clip_at_start": start, "outside_clip_noise": noise, "outside_clip_at_end": 0.6}
+        figures = steps(10, **outside, **causes)
         text = advice(figures, configured(minimal))["clipped_too_much"]
         assert f"Try {remedy}" in text, remedy
         assert f"{noise:.1%} ± 0.0% by the engines' noise" in text

@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gspo.common.weights.manifest import policy_digest
 from gspo.learner.assembly.rows import Row
 from gspo.learner.training.trainer import Trainer
 from tests.support.tiny_model import make_tiny_model
-from tests.support.training.rollout_rows import make_config, make_rows, train
+from tests.support.training.rollout_rows import digest, make_config, make_rows, train
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +35,6 @@ def start(policy: Path, teacher: Path, *, learner: dict[str, Any] | None = None,
     section = {"path": str(teacher), "alone": True, **keys}
     learner = {"micro_batch_tokens": 100_000, "gradient_checkpointing": False, **(learner or {})}
     return Trainer(make_config(policy, algorithm=algorithm, teacher=section, learner=learner), policy)
-
-
-def digest(trainer: Trainer) -> str:
-    weights = trainer.engine.policy()
-    return policy_digest((name, str(w.dtype), tuple(w.shape), w.numpy()) for name, w in weights.items())
 
 
 def unrewarded(policy: Path) -> list[Row]:

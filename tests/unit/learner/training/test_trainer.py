@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gspo.common.weights.manifest import policy_digest
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.attention import short_causal_attention
 from gspo.learner.model.network import can_be_packed, load_policy_model
@@ -21,7 +20,7 @@ from gspo.learner.training.policy_engine import _allow_tf32
 from gspo.learner.training.trainer import Trainer
 from gspo.learner.training.trainer_api import NotFiniteError
 from tests.support.tiny_model import make_tiny_model
-from tests.support.training.rollout_rows import answer_logp, make_config, make_rows, train, with_version
+from tests.support.training.rollout_rows import answer_logp, digest, make_config, make_rows, train, with_version
 from tests.support.typed.gradients import backward
 
 CLIP = 0.05
@@ -31,11 +30,6 @@ GSPO = {"pg_clip": CLIP}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("policy"), scale=4.0)
-
-
-def digest(trainer: Trainer) -> str:
-    weights = trainer.engine.policy()
-    return policy_digest((name, str(w.dtype), tuple(w.shape), w.numpy()) for name, w in weights.items())
 
 
 class PlainLoop:
