@@ -26,7 +26,8 @@ from gspo.common.errors import InputError, nearest, warn
 from gspo.common.network.credentials import redis_arguments
 from gspo.common.streams.entries import task_json
 from gspo.environments.server_trial import try_server
-from gspo.reward.functions.arguments import GROUND_TRUTH_RULE, check_columns, right_answer
+from gspo.reward.functions.arguments import GROUND_TRUTH_RULE, check_columns, right_answer, supplied
+from gspo.reward.functions.column_reads import silent_columns
 from gspo.reward.functions.configured import open_library
 from gspo.reward.functions.environment_steps import EnvironmentSteps
 from gspo.reward.functions.library import Function, Library
@@ -162,7 +163,11 @@ def _check_columns(function: Function, data: _Data, key: str, name: str, types_k
         rule = f"column '{column}', which {name} asks for, has {data.left_out[column]}, and these reach no function"
         raise InputError(key, rule, f"Set {types_key}.{column}: base64, which makes them text")
     has_answers = data.unanswered.count < survey.num_rows or right_answer(function.args) is not None
-    check_columns(signature, {*data.names, *function.args}, key, name, has_answers=has_answers)
+    columns = {*data.names, *function.args}
+    check_columns(signature, columns, key, name, has_answers=has_answers)
+    for column in silent_columns(function.code.text, signature.entry, columns | supplied(signature)):
+        there = ", ".join(sorted(columns)) or "no other column"
+        warn(f"{key}: {name} reads '{column}', and every row lacks this column: the data set has {there}")
     for column in signature.required:
         if column in survey.columns and (gap := survey.without_value(column)).count:
             warn(f"{key}: column '{column}', which {name} asks for, has no value in {gap}")

@@ -214,3 +214,18 @@ def test_a_column_of_images_is_said_once_and_refused_where_a_function_takes_it(
     with pytest.raises(InputError, match=r"column 'image', which reward of .*r.py asks for.*data.types.image: base64"):
         check(run_with(tmp_path, takes, data=data))
     check(run_with(tmp_path, takes, data={**data, "types": {"image": "base64"}}))
+
+
+def test_a_column_that_is_read_in_silence_and_missing_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = (
+        "def reward(prompts, completions, truncated=None, level=None, **columns):\n"
+        "  wanted = columns.get('solution', [''] * 2)\n"
+        "  return [float(bool(a) and a in c) for c, a in zip(completions, wanted)]\n"
+    )
+    data = rows(tmp_path / "d.jsonl", {"prompt": "3+1=", "answer": "4"}, {"prompt": "1+1=", "answer": "2"})
+    check(run_with(tmp_path, source, data={"prompts": str(data)}))
+    level, solution = capfd.readouterr().err.splitlines()
+    assert level.endswith(" reads 'level', and every row lacks this column: the data set has answer")
+    assert re.search(r"warning: data\.prompts: reward of .*r\.py reads 'solution', and every row lacks", solution)

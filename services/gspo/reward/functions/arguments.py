@@ -115,6 +115,11 @@ _CONVENTION_ARGUMENTS = {
 }
 
 
+def supplied(signature: Signature) -> frozenset[str]:
+    """The named parameters that a function gets beside columns."""
+    return signature.takes & set(_CONVENTION_ARGUMENTS[signature.convention])
+
+
 def _missing_columns(signature: Signature, columns: Collection[str]) -> list[str]:
     """Columns that the function cannot do without and that `columns` lacks."""
     known = {*columns, *_CONVENTION_ARGUMENTS[signature.convention]}
