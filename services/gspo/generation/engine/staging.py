@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +28,6 @@ from gspo.generation.engine.tied_heads import tied_heads
 
 # Cache lines; also more than any dtype's own alignment.
 _ALIGNMENT = 64
-# Of a policy's bytes: to apply larger changes a second time takes no less than to copy the policy.
-_MOST_KEPT_SHARE = 0.25
 # The inference dtypes, and the integer of the same width that carries their bits.
 _BITS: Mapping[str, type[np.unsignedinteger[Any]]] = {
     "float32": np.uint32,
@@ -62,20 +60,6 @@ class TensorPlace:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * np.dtype(_BITS[self.dtype]).itemsize
-
-
-class Run(NamedTuple):
-    """A run of a tensor's elements in a push: its changes, or all of them."""
-
-    name: str
-    offset: int
-    num_elements: int
-    content: Packed | bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the content."""
-        return len(self.content.data if isinstance(self.content, Packed) else self.content)
 
 
 class PolicyCopy:
@@ -111,6 +95,10 @@ class PolicyCopy:
         """Take over all elements of a tensor."""
         self.bits(name)[:] = bits
         self.fingerprints[name] = fingerprint(bits)
+
+    def add(self, name: str, change: Fingerprint) -> None:
+        """Some elements of a tensor have changed."""
+        self.fingerprints[name] = self.fingerprints.get(name, Fingerprint()) + change
 
     def clear(self) -> None:
         """Have no tensor, and every element zero."""
@@ -179,10 +167,6 @@ class PolicyCopies:
         self._bits = _BITS[dtype]
         self.serving = PolicyCopy(self.places, end)
         self.staged = PolicyCopy(self.places, end)
-        # Changes that make the serving copy of the staged one; None if nothing is known of that.
-        self._missing: list[Run] | None = None
-        # Those of the push that is being staged; None for one of whole tensors, and where they are too large to keep.
-        self._pushed: list[Run] | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: str, *, trust_remote_code: bool = False) -> PolicyCopies:
@@ -203,53 +187,29 @@ class PolicyCopies:
 
     def begin(self, *, changes: bool) -> None:
         """Start a push, of changes to `serving` or of whole tensors. A tensor that is left out changes the digest."""
-        missing, self._missing, self._pushed = self._missing, None, [] if changes else None
-        if not changes:
-            self.staged.clear()
-        elif missing is None or not self._catch_up(missing):
+        if changes:
+            # To apply the last push's changes to the staged copy instead takes longer, even where 1 % has changed.
             self.staged.copy_from(self.serving)
-
-    def _catch_up(self, missing: Iterable[Run]) -> bool:
-        """Make the staged copy equal to the serving one by the changes of the last push; whether they fit."""
-        try:
-            for run in missing:
-                self._apply(run)
-        except StagingError:
-            return False
-        return self.staged.fingerprints == self.serving.fingerprints
+        else:
+            self.staged.clear()
 
     def write(self, name: str, offset: int, data: bytes) -> None:
         """Put raw little-endian elements at flat position `offset` of a tensor (a large one comes in pieces)."""
         itemsize = np.dtype(self._bits).itemsize
         if len(data) % itemsize:
             raise StagingError(f"weights: {name}: {len(data)} bytes are not whole elements of {itemsize} bytes")
-        self._take(Run(name, offset, len(data) // itemsize, data))
+        run = self._run(name, offset, len(data) // itemsize)
+        # A whole push begins with zeros, and to see them takes a tenth of the time.
+        before = fingerprint(run, offset) if run.any() else Fingerprint()
+        run[:] = np.frombuffer(data, self._bits)
+        self.staged.add(name, fingerprint(run, offset) - before)
 
     def change(self, name: str, offset: int, num_elements: int, packed: Packed) -> None:
         """Apply packed changes to a run of a tensor's elements."""
-        self._take(Run(name, offset, num_elements, packed))
-
-    def _take(self, run: Run) -> None:
-        self._apply(run)
-        if self._pushed is not None:
-            self._pushed.append(run)
-            if sum(pushed.num_bytes for pushed in self._pushed) > _MOST_KEPT_SHARE * self.num_bytes:
-                self._pushed = None
-
-    def _apply(self, run: Run) -> None:
-        """Put a run into the staged copy, and what it adds to the fingerprint of its tensor."""
-        bits = self._run(run.name, run.offset, run.num_elements)
-        if isinstance(run.content, Packed):
-            try:
-                added = apply_changes(bits, run.content, run.offset)
-            except UnpackError as error:
-                raise StagingError(f"weights: {run.name} from {run.offset} on: {error}") from error
-        else:
-            # A whole push begins with zeros, and to see them takes a tenth of the time.
-            before = fingerprint(bits, run.offset) if bits.any() else Fingerprint()
-            bits[:] = np.frombuffer(run.content, self._bits)
-            added = fingerprint(bits, run.offset) - before
-        self.staged.fingerprints[run.name] = self.staged.fingerprints.get(run.name, Fingerprint()) + added
+        try:
+            self.staged.add(name, apply_changes(self._run(name, offset, num_elements), packed, offset))
+        except UnpackError as error:
+            raise StagingError(f"weights: {name} from {offset} on: {error}") from error
 
     def serving_digest(self) -> str:
         """The digest of the copy that serves."""
@@ -267,7 +227,6 @@ class PolicyCopies:
     def promote(self) -> None:
         """Make the staged copy the serving one. Engine.load calls it after a good load."""
         self.serving, self.staged = self.staged, self.serving
-        self._missing, self._pushed = self._pushed, None
 
     def close(self) -> None:
         self.serving.close()
