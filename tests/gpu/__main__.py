@@ -107,7 +107,7 @@ class GpuTest:
     deadline: float
 
     def __post_init__(self) -> None:
-        """Read what has passed before, and take care that one part writes at a time."""
+        """Read the records of earlier calls; one part at a time writes its own."""
         self._known = {(it.part, it.card): it for it in read_records(self.given.results)}
         self._writing = threading.Lock()
 

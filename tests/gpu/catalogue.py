@@ -7,12 +7,12 @@ import faulthandler
 import importlib
 import inspect
 import json
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-_STACKS_EVERY_S = 10.0
 _ENGINES = ("torch", "transformers", "vllm")
 _TRAINING = ("torch", "transformers", "deepspeed", "peft")
 _BOTH = (*_ENGINES, "deepspeed")
@@ -208,8 +208,8 @@ def main() -> None:
     from tests.gpu.part_run import NotForThisCardError, PartRun  # here: who asks for the parts' names needs no torch
 
     options = json.loads(sys.argv[1])
-    # The log of a part that is ended says where it was.
-    faulthandler.dump_traceback_later(_STACKS_EVERY_S, repeat=True)
+    # The log of a part that is ended says where it was. Not earlier: a look at stacks while torch compiles is a crash.
+    faulthandler.register(signal.SIGTERM, chain=True)
     case = PartRun(**{**options, "folder": Path(options["folder"]), "answer": Path(sys.argv[2])})
     reason = not_here = ""
     try:

@@ -6,6 +6,7 @@ It imports no vLLM: a training step needs none.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,7 @@ def difference(
     case: PartRun, model: Path, dtype: str, prompts: Sequence[list[int]], completions: Sequence[Completion]
 ) -> LogprobDifference:
     """vLLM's log-probs against the learner's of the same tokens, packed as training packs them."""
+    began = time.monotonic()
     config, device = learner_config(case, model, dtype), torch.device(case.device)
     policy = load_policy_model(model, config).to(device).eval()
     batch = StepBatch.from_rows(rows_of(prompts, completions))
@@ -108,6 +110,7 @@ def difference(
         micro = cpu_micro.to(device)
         logp_N, _ = policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
         logp_BT[micro.row_R, : micro.width] += micro.spread(logp_N).cpu()
+    case.note(**{f"learner_{dtype}_s": time.monotonic() - began})
     delta_BT = torch.where(batch.mask_BT, batch.behavior_BT - logp_BT, 0.0).double()
     delta_N, mean_B = delta_BT[batch.mask_BT], delta_BT.sum(-1) / batch.mask_BT.sum(-1)
     return LogprobDifference(float(delta_N.std()), float(delta_N.abs().max()), float(delta_N.mean()), mean_B.numpy())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -10,6 +11,8 @@ import structlog
 from gspo.common.host.packages import checked_packages
 
 with checked_packages():
+    from gspo.common.config.schema import ModelConfig
+    from gspo.common.host.machine import torch_is_for_cpus
     from gspo.common.host.process_tuning import importing, keep_freed_memory
     from gspo.common.service.options import await_start, parse_options
     from gspo.generation.check import check
@@ -27,6 +30,8 @@ def main() -> None:
         os.environ.setdefault(name, value)
     os.environ.update(fixed_variables(options.config))
     keep_freed_memory()
+    on_gpu = not torch_is_for_cpus()
+    process = _fork(partial(_import_engine, options.config.model)) if on_gpu else None
     # After the options: importing vLLM takes seconds.
     with importing():
         from gspo.common.service.app import run_process
@@ -35,14 +40,21 @@ def main() -> None:
 
         forks = import_engine(options.config.model)
     options = await_start(options)
-    process = _fork() if forks else None
+    if forks and not on_gpu:
+        process = _fork()
     run_process(options, lambda service: run_generation(service, partial(start_engine, process=process)))
 
 
-def _fork() -> ForkedProcess | None:
+def _import_engine(model: ModelConfig) -> None:
+    from gspo.generation.engine.startup import import_engine  # here: it imports vLLM
+
+    import_engine(model)
+
+
+def _fork(prepare: Callable[[], object] | None = None) -> ForkedProcess | None:
     """The engine's process, before anything here has threads or connections; None where an import has made one."""
     try:
-        return ForkedProcess()
+        return ForkedProcess(prepare)
     except RuntimeError as error:
         log.warning(
             "engine_not_forked", reason=str(error), detail="vLLM starts a process that imports everything again"

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from transformers import AutoTokenizer
 
 from gspo.common.config.schema import Config
-from gspo.common.host.machine import engine_gpus
+from gspo.common.host.machine import engine_gpus, torch_is_for_cpus
 from gspo.common.model.files import model_folder
 from gspo.common.network.grpc_server import GrpcApi
 from gspo.common.service.app import App, Service, run_app
@@ -55,7 +55,7 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
     )
     async with gpus_of(service):
         # The engine's processes import, load the model and answer a first request before it returns.
-        activity.set("busy", "starting vLLM", "and loading the model into it")
+        activity.set("busy", "starting vLLM", _details_of_start(config))
         engine = await start_engine(config, folder)
         try:
             gpus = await asyncio.to_thread(engine_gpus, config.generation.engine)
@@ -64,6 +64,12 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
         finally:
             await engine.stop()
             copies.close()
+
+
+def _details_of_start(config: Config) -> str:
+    if torch_is_for_cpus() or config.generation.engine.get("enforce_eager"):
+        return "and loading the model into it"
+    return "; loading, compiling and CUDA graphs take a minute or more at its first start"
 
 
 def _app(

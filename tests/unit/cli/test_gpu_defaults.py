@@ -17,6 +17,7 @@ from gspo.cli.rundir.user_config import UserConfig, user_config
 from gspo.common.config.schema import Config
 from gspo.common.host.machine import gpus_of_engine, visible_gpus
 from gspo.common.model.trained_parameters import TrainedSize
+from gspo.common.planning.memory import kv_bytes
 from gspo.common.streams.keys import SERVICES
 from tests.support.gpu_machine import GIB, pretend_gpu_machine
 from tests.support.small_planned_model import small_planned_model
@@ -165,6 +166,22 @@ def test_a_single_gpu_is_shared_so_that_both_fit(
     assert user_keys.for_run(config) == config
     own = user(raw_config, tmp_path, generation={"engine": {"gpu_memory_utilization": 0.3}})
     assert own.for_run(config).generation.engine["gpu_memory_utilization"] == 0.3
+
+
+def test_a_cache_holds_all_rollouts_at_their_longest_and_the_learner_has_the_rest(
+    tmp_path: Path, raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More cache than that would stay empty, while the learner trained in small pieces."""
+    model = published("Qwen3-0.6B", monkeypatch, host_gib=512)
+    assert model.profile is not None
+    pretend_gpu_machine(monkeypatch, tmp_path / "machine", 1, gib=139)
+    algorithm = {"prompt_length": 128, "response_length": 512, "rollout_batch_size": 32}
+    algorithm["num_return_sequences_in_group"] = 8
+    for most in (256, 64):
+        config = user(raw_config, tmp_path, algorithm=algorithm, generation={"max_rollouts": most}).for_device()
+        needed = most * config.algorithm.longest_branch * kv_bytes(config, model.profile)
+        assert needed <= config.generation.engine["kv_cache_memory_bytes"] <= needed + 0.01 * 139 * GIB + (1 << 20)
+        assert config.micro_batch_tokens >= 8192 and not config.learner.gradient_checkpointing
 
 
 def test_a_share_of_the_user_has_its_cache(

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from math import floor
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +19,7 @@ from gspo.common.model.trained_parameters import TrainedSize
 from gspo.common.planning.host_memory import HostMemory, fullest_host
 from gspo.common.planning.longest import (
     engine_share,
+    enough_tokens,
     fitting_micro_batch,
     kept_by_generators,
     needs_checkpointing,
@@ -263,18 +265,39 @@ def _split(config: Config, ranks: int, replicas: int, parallel: int, machine: Pl
 def _beside_learner(config: Config, profile: ModelProfile, size: TrainedSize, machine: PlannedMachine) -> Config:
     """On a single GPU: an engine with the share that the learner leaves, and with the bytes of its cache.
 
-    Without these bytes vLLM would count the learner's memory as its own.
+    Without these bytes vLLM would count the learner's memory as its own. The cache has no more than all its rollouts
+    fill at their longest: the learner's micro-batch makes better use of the rest.
     """
     engine, gpu_bytes = config.generation.engine, machine.gpu_bytes
     if machine.num_gpus > 1 or config.placement == "shared" or config.generation.replicas > 1:
         return config
     share = engine_share(config)
     if SHARE_ARGUMENT not in engine:
-        used = rank_memory(config, size, 1, profile=profile).peak + machine.used_bytes
-        share = max(_LEAST_SHARE, min(share, share_beside(used, gpu_bytes)))
-    memory = generator_memory(config, profile, gpu_bytes, share=share, tensor_parallel=1)
-    beside = {SHARE_ARGUMENT: share, CACHE_ARGUMENT: int(memory.kv_cache) // _MIB * _MIB}
+        share = _share_beside_learner(config, profile, size, machine, share)
+    cache = generator_memory(config, profile, gpu_bytes, share=share, tensor_parallel=1).kv_cache
+    beside = {SHARE_ARGUMENT: share, CACHE_ARGUMENT: int(cache) // _MIB * _MIB}
     return config.with_keys(generation={"engine": {**beside, **engine}})
+
+
+def _share_beside_learner(
+    config: Config, profile: ModelProfile, size: TrainedSize, machine: PlannedMachine, most: float
+) -> float:
+    """The share that a learner with a good micro-batch leaves; with the smallest one if few rollouts fit beside it."""
+    longest, gpu_bytes = config.algorithm.longest_branch, machine.gpu_bytes
+
+    def left_by(learner: Config) -> float:
+        used = rank_memory(learner, size, 1, profile=profile).peak + machine.used_bytes
+        return max(_LEAST_SHARE, min(most, share_beside(used, gpu_bytes)))
+
+    def memory(share: float) -> GeneratorMemory:
+        return generator_memory(config, profile, gpu_bytes, share=share, tensor_parallel=1)
+
+    tokens = config.learner.micro_batch_tokens or enough_tokens(config, 1)
+    share = left_by(config.with_keys(learner={"micro_batch_tokens": tokens}))
+    if memory(share).tokens < _CACHED_ROLLOUTS * longest:
+        share = left_by(config)
+    unused = memory(share).kv_cache - config.generation.max_rollouts * longest * kv_bytes(config, profile)
+    return max(_LEAST_SHARE, round(share - max(0, floor(100 * unused / gpu_bytes)) / 100, 2))
 
 
 def _with_memory(

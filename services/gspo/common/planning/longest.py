@@ -125,6 +125,11 @@ def fitting_micro_batch(config: Config, profile: ModelProfile, size: TrainedSize
     return max(longest, _STEP_TOKENS * _largest(fits, -(-most // _STEP_TOKENS)))
 
 
+def enough_tokens(config: Config, ranks: int) -> int:
+    """Tokens of a micro-batch that keeps a GPU busy: the longest rollout, and 8,192 where a mini-batch has as many."""
+    return max(config.algorithm.longest_rollout, min(_ENOUGH_TOKENS, useful_tokens(config, ranks)))
+
+
 def needs_checkpointing(
     config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, free_bytes: float, tokens: int | None = None
 ) -> bool:
@@ -136,7 +141,7 @@ def needs_checkpointing(
         tokens: The micro-batch that has to fit instead.
     """
     if tokens is None:
-        tokens = max(config.algorithm.longest_rollout, min(_ENOUGH_TOKENS, useful_tokens(config, ranks)))
+        tokens = enough_tokens(config, ranks)
     kept = config.with_keys(learner={"gradient_checkpointing": False})
     return not _fits(kept, profile, size, ranks, free_bytes, tokens)
 

@@ -2,7 +2,8 @@
 
 torch, OpenMP and vLLM read the variables when they are loaded, so none of them is imported here. A fork has every
 module that its parent has imported, and ends without tearing an interpreter down. It is safe only while there is one
-thread: another thread's lock would stay locked in the fork for ever.
+thread: another thread's lock would stay locked in the fork for ever. vLLM's modules for GPUs open the driver, which has
+threads. There the fork is made before they are imported, and imports them at the same time as its parent.
 """
 
 from __future__ import annotations
@@ -70,18 +71,21 @@ class ForkedProcess:
 
     It also ends when this process ends before it has work. Several threads may wait for its end.
 
+    Args:
+        prepare: It runs this while it waits for its work.
+
     Raises:
         RuntimeError: This process has more than one thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], object] | None = None) -> None:
         names = [(path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
         if len(names) > 1:
             reason = f"a process is forked while there is one thread, and there are {len(names)}"
             raise RuntimeError(f"{reason}: {', '.join(sorted(names))}")
         context = get_context("fork")
         receiver, self._sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_wait_for_work, args=(receiver, self._sender))
+        self._process = context.Process(target=_wait_for_work, args=(receiver, self._sender, prepare))
         self._process.start()
         receiver.close()
         # It comes before multiprocessing's own exit handler, which joins the processes and would wait for this one.
@@ -131,9 +135,11 @@ class ForkedProcess:
         return getattr(self._process, name)
 
 
-def _wait_for_work(receiver: Connection, sender: Connection) -> None:
+def _wait_for_work(receiver: Connection, sender: Connection, prepare: Callable[[], object] | None) -> None:
     # The other end is the parent's alone: its death is then the end of the stream.
     sender.close()
+    if prepare is not None:
+        prepare()
     try:
         current_process().name, environment, (target, kwargs) = receiver.recv()
     except EOFError:

@@ -27,9 +27,8 @@ def import_engine(model: ModelConfig) -> bool:
     a machine (8 s of processor time), so that no GPU is opened here.
 
     Returns:
-        Whether to fork the engine's process from this one. A spawned process imports everything again: 7 s of processor
-        time before the model loads, and 5 s at the end. A GPU that is open here would be lost to a fork, so vLLM spawns
-        then.
+        Whether a process that is forked from this one can have the engine: a GPU that is open here would be lost to it.
+        A spawned process imports everything again: 7 s of processor time before the model loads, and 5 s at the end.
     """
     if current_platform.is_cpu():
         import vllm.v1.worker.cpu_worker  # here: it is for CPUs alone

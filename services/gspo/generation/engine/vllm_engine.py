@@ -92,7 +92,7 @@ class Engine:
         """
         environment = _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else GPU_ENVIRONMENT)
         with environment, _starting_in(process) if process else nullcontext():
-            started = cls(AsyncLLM.from_engine_args(args), version)
+            started = cls(await _in_thread(partial(AsyncLLM.from_engine_args, args)), version)
         await started._llm.engine_core.set_weight_version_async(str(version))
         longest = started._llm.model_config.max_model_len
         await started.generate("warm-up", [0], EngineSampling(max_tokens=min(4, longest - 1), ignore_eos=True))
@@ -374,6 +374,19 @@ def _draft_arguments(draft_tokens: int) -> dict[str, Any]:
         # Of each request, since vLLM's own metrics are not collected.
         "per_request_spec_decode_metrics": "summary",
     }
+
+
+async def _in_thread(start: Callable[[], AsyncLLM]) -> AsyncLLM:
+    """Start vLLM while the event loop runs on: it takes minutes where it compiles and records CUDA graphs.
+
+    If the call is cancelled, vLLM is ended as soon as it has started, since it cannot be before.
+    """
+    starting = asyncio.ensure_future(asyncio.to_thread(start))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        (await starting).shutdown()
+        raise
 
 
 @contextmanager
