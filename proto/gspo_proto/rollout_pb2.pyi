@@ -1284,6 +1284,48 @@ class ScoresDiffer(_message.Message):
 Global___ScoresDiffer: _TypeAlias = ScoresDiffer  # noqa: Y015
 
 @_typing.final
+class FirstAnswers(_message.Message):
+    """The answers of the first policy, before any of them is trained on: figures as of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FiguresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    FIGURES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["figures", b"figures"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FirstAnswers: _TypeAlias = FirstAnswers  # noqa: Y015
+
+@_typing.final
 class Event(_message.Message):
     """An entry of events."""
 
@@ -1305,6 +1347,7 @@ class Event(_message.Message):
     SCORING_FAILS_FIELD_NUMBER: _builtins.int
     STALLED_FIELD_NUMBER: _builtins.int
     SCORES_DIFFER_FIELD_NUMBER: _builtins.int
+    FIRST_ANSWERS_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     epoch: _builtins.int
     """of the learner that the sender knew; a lower one than the newest is ignored"""
@@ -1334,6 +1377,8 @@ class Event(_message.Message):
     def stalled(self) -> Global___Stalled: ...
     @_builtins.property
     def scores_differ(self) -> Global___ScoresDiffer: ...
+    @_builtins.property
+    def first_answers(self) -> Global___FirstAnswers: ...
     def __init__(
         self,
         *,
@@ -1353,12 +1398,13 @@ class Event(_message.Message):
         scoring_fails: Global___ScoringFails | None = ...,
         stalled: Global___Stalled | None = ...,
         scores_differ: Global___ScoresDiffer | None = ...,
+        first_answers: Global___FirstAnswers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "scores_differ", b"scores_differ", "scoring_fails", b"scoring_fails", "stalled", b"stalled", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "evaluation_done", b"evaluation_done", "finished", b"finished", "first_answers", b"first_answers", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "scores_differ", b"scores_differ", "scoring_fails", b"scoring_fails", "stalled", b"stalled", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "epoch", b"epoch", "evaluation_done", b"evaluation_done", "finished", b"finished", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "schema", b"schema", "scores_differ", b"scores_differ", "scoring_fails", b"scoring_fails", "sender", b"sender", "stalled", b"stalled", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "unix_s", b"unix_s", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_done", b"checkpoint_done", "epoch", b"epoch", "evaluation_done", b"evaluation_done", "finished", b"finished", "first_answers", b"first_answers", "groups_settled", b"groups_settled", "prompts_exhausted", b"prompts_exhausted", "schema", b"schema", "scores_differ", b"scores_differ", "scoring_fails", b"scoring_fails", "sender", b"sender", "stalled", b"stalled", "step_done", b"step_done", "stop_requested", b"stop_requested", "training_done", b"training_done", "unix_s", b"unix_s", "version_live", b"version_live", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["step_done", "groups_settled", "version_live", "evaluation_done", "checkpoint_done", "training_done", "stop_requested", "prompts_exhausted", "finished", "scoring_fails", "stalled", "scores_differ"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["step_done", "groups_settled", "version_live", "evaluation_done", "checkpoint_done", "training_done", "stop_requested", "prompts_exhausted", "finished", "scoring_fails", "stalled", "scores_differ", "first_answers"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 from google.protobuf.message import Message
@@ -20,7 +20,7 @@ from gspo.common.streams.entries import word_of
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.advice import findings, rules_of
 from gspo.common.telemetry.findings import Finding, RecentSteps
-from gspo.common.telemetry.first_answers import first_answers
+from gspo.common.telemetry.first_answers import FIRST_ANSWERS, first_answers
 from gspo.coordinator.data.prompt_checks import FAULTS, scores_finding
 from gspo.coordinator.ending import Ending
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
@@ -37,6 +37,7 @@ from gspo_proto.rollout_pb2 import (
     EvaluationDone,
     Event,
     Finished,
+    FirstAnswers,
     GroupsSettled,
     PromptsExhausted,
     RunEnd,
@@ -109,6 +110,8 @@ class Coordinator:
             self._note(body)
             if isinstance(body, ScoresDiffer):
                 self._add_checks([scores_finding(body)])
+            if isinstance(body, FirstAnswers):
+                self._add_first_answers(body.figures)
         await self._redis_epoch.open()
         self._service.activity.set("waiting", "learner", "to report its progress")
         reply = await self._first_progress()
@@ -196,14 +199,16 @@ class Coordinator:
             metrics.FINDING.labels(check.rule).set(check.rule in FAULTS)
             log.warning("finding", rule=check.rule, text=check.text)
 
+    def _add_first_answers(self, figures: Mapping[str, float]) -> None:
+        """Judge the first answers, unless an earlier process of this service or of the learner did."""
+        if all(check.rule != FIRST_ANSWERS for check in self._checks):
+            self._add_checks(first_answers(figures, self._service.config))
+
     async def _apply(self, body: Message) -> None:
         self._note(body)
         match body:
             case StepDone() as step:
                 self._judge()
-                if step.step == 1:
-                    seen = first_answers(step.figures, self._service.config)
-                    await asyncio.to_thread(self._add_checks, seen)
                 self._ledger.on_step(step)
                 self.scheduler.on_step(step.step, step.version)
             case GroupsSettled(groups=groups):
@@ -216,6 +221,8 @@ class Coordinator:
                 self.ending.on_stop(reason)
             case ScoringFails(reason=reason):
                 await self.pause.begin(reason)
+            case FirstAnswers(figures=figures):
+                await asyncio.to_thread(self._add_first_answers, figures)
             case ScoresDiffer() as differ:
                 await asyncio.to_thread(self._add_checks, [scores_finding(differ)])
             case Finished() as finished:

@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import structlog
@@ -35,6 +35,7 @@ from gspo.learner.assembly.assembler import (
 )
 from gspo.learner.assembly.ended_tokens import PendingEntry, dead_tokens, late_tokens, row_key, trained_tokens
 from gspo.learner.assembly.rollout_limits import rollout_limits
+from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding
 from gspo.learner.push.publisher import Publisher
@@ -42,7 +43,16 @@ from gspo.learner.run_end import RunEndCondition, RunFailedError
 from gspo.learner.step_report import RolloutTimeline
 from gspo.learner.storage.run_directory import RunDir
 from gspo.runlog.token_ledger import SUPERSEDED
-from gspo_proto.rollout_pb2 import Event, GroupFailure, GroupsSettled, Rollout, Score, Scored, ScoredRollout
+from gspo_proto.rollout_pb2 import (
+    Event,
+    FirstAnswers,
+    GroupFailure,
+    GroupsSettled,
+    Rollout,
+    Score,
+    Scored,
+    ScoredRollout,
+)
 
 log = structlog.get_logger()
 _BLOCK_S = 1.0
@@ -89,6 +99,7 @@ class Intake:
         self._logged: dict[str, EndedTokens] | None = None
         self._timelines: dict[int, list[RolloutTimeline]] = defaultdict(list)
         self.untrained = UntrainedGroups()
+        self._filtered_first: list[Row] | None = []
         self._woken = asyncio.Event()
         self._is_generating = False
         self._num_groups: int | None = None
@@ -128,6 +139,15 @@ class Intake:
                 case WaitingForGroups():
                     await self._wait_for_rollouts(result)
         return None
+
+    async def report_first_answers(self, rows: Sequence[Row]) -> None:
+        """Tell the answers of the first policy to judge, once, with those of the groups that were filtered before."""
+        if self._filtered_first is None:
+            return
+        rows, self._filtered_first = [*self._filtered_first, *rows], None
+        figures = await asyncio.to_thread(row_metrics, rows, 1)
+        figures["groups"] = float(len({row.group for row in rows}))
+        await self._events.send(Event(first_answers=FirstAnswers(figures=figures)))
 
     def expect_no_more_than(self, num_groups: int) -> None:
         """The prompts are exhausted: so many groups were issued in all, and the last batches may be smaller."""
@@ -267,6 +287,10 @@ class Intake:
         endings = {group.group: group.settlement for group in groups}
         await self._acknowledge(endings, lambda pending: pending.ended_as(endings[pending.group]))
         self.take_timelines(endings)
+        if self._filtered_first is not None:
+            self._filtered_first += [row for group in groups for row in group.first_rows]
+            if len({row.group for row in self._filtered_first}) >= self._service.config.algorithm.rollout_batch_size:
+                await self.report_first_answers([])
         await self._events.send(Event(groups_settled=GroupsSettled(groups=[group.to_proto() for group in groups])))
         log.info("groups_settled", num=len(groups), last=groups[-1].settlement.value, reason=groups[-1].reason)
 

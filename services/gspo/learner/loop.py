@@ -216,6 +216,8 @@ class Learner:
         with activity.doing("logging", f"step {step}"):
             await asyncio.to_thread(self._run_dir.write_step, step, batch.rows)
             await self.intake.acknowledge_trained(batch.rows)
+        if step == 1:
+            await self.intake.report_first_answers(batch.rows)
         self._clock.end_phase(StepPhase.LOG)
         if self._shifts.are_needed:
             # The evaluation of the served version needs the engines.

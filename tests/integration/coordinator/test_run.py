@@ -20,6 +20,7 @@ from gspo_proto.rollout_pb2 import (
     RUN_END_STOPPED,
     Event,
     Finished,
+    FirstAnswers,
     Rollout,
     Score,
     Scored,
@@ -112,7 +113,15 @@ async def test_measured_before_between_and_after(
 
     await until(has_open(redis, keys), "training groups after the evaluation")
     rewards = {"reward_mean": 0.0, "reward_min": 0.0, "reward_max": 0.0, "response_tokens_mean": 2.0}
-    learner.figures = {"groups": 2.0, "zero_spread_groups": 1.0, **rewards}
+    first = Event(first_answers=FirstAnswers(figures={"groups": 2.0, "zero_spread_groups": 1.0, **rewards}))
+    for _ in range(2):  # a learner that starts again before step 1 is trained tells them again
+        await Events(redis, keys, "learner-0").send(first)
+    checks = run_dir / "log" / "checks.jsonl"
+
+    async def is_judged() -> bool:
+        return checks.exists() and '"first_answers"' in checks.read_text()
+
+    await until(is_judged, "the verdict on the first answers, before any step is trained")
     for groups in ([0, 1], [2, 3]):
         await learner.live(await learner.trained(groups))
     await until(answers(generator, tasks, redis, keys, 2), "the evaluation after step 2")
@@ -132,7 +141,7 @@ async def test_measured_before_between_and_after(
     (finished,) = await heard(redis, keys, "finished")
     assert (finished.reason, finished.end) == ("2 steps are done", RUN_END_COMPLETED)
     assert await coordinator.exit_code() == 0
-    check, of_scores = (run_dir / "log" / "checks.jsonl").read_text().splitlines()
+    check, of_scores = checks.read_text().splitlines()
     assert '"first_answers"' in check and "every answer gets 0" in check
     assert '"scores_differ"' in of_scores and "3 of 16 answers got another value of judge" in of_scores
     assert await redis.hlen(keys.partial) == 0

@@ -16,6 +16,7 @@ from gspo.common.streams.entries import body_of
 from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import findings
 from gspo.common.telemetry.findings import Finding, RecentSteps
+from gspo.common.telemetry.first_answers import first_answers
 from gspo.common.telemetry.step_time import duration
 from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, best_evaluated
 from gspo.runlog.sentences.unscored import UNSCORED, Unscored
@@ -25,6 +26,7 @@ from gspo_proto.rollout_pb2 import (
     EvaluationDone,
     Event,
     Finished,
+    FirstAnswers,
     GroupsSettled,
     PromptsExhausted,
     SettledGroup,
@@ -209,6 +211,8 @@ class View:
         match body_of(event):
             case StepDone() as done:
                 return self._on_step(done, event.unix_s)
+            case FirstAnswers(figures=figures):
+                return [ScreenLine(finding.text, "warning") for finding in first_answers(figures, self.config)]
             case GroupsSettled(groups=groups):
                 return self._on_groups(groups)
             case VersionLive(version=version):
@@ -228,9 +232,9 @@ class View:
                 return [ScreenLine(f"nothing moves: {reason}", "warning")]
             case Finished() as finished:
                 self.finished = finished
-                if finished.end == RUN_END_FAILED:
-                    return [ScreenLine(f"failed: {finished.reason}", "error")]
-                return [ScreenLine(f"finished: {finished.reason}")]
+                failed = finished.end == RUN_END_FAILED
+                kind: Kind = "error" if failed else "note"
+                return [ScreenLine(f"{'failed' if failed else 'finished'}: {finished.reason}", kind)]
         return []
 
     def _on_step(self, done: StepDone, unix_s: float) -> list[ScreenLine]:

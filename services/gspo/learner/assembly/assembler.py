@@ -190,7 +190,9 @@ class Assembler:
         for number in sorted(self._groups):
             group = self._groups[number]
             if group.is_complete and (ending := group.ending(version, self._staleness)):
-                settled.append(self._settle(number, *ending))
+                is_first = version == 0 and ending[0] is GroupEnding.FILTERED
+                ended = self._settle(number, *ending)
+                settled.append(replace(ended, first_rows=tuple(group.rows())) if is_first else ended)
         self._fruitless += [s for s in settled if s.settlement in (GroupEnding.FAILED, GroupEnding.FILTERED)]
         return tuple(settled)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from gspo.learner.assembly.rows import Row
 from gspo_proto import rollout_pb2
 
 
@@ -27,6 +28,7 @@ class EndedGroup:
     Attributes:
         response_tokens: Those of each of its rollouts, if it was too old to train on.
         rewards_differ: Whether its counted rewards differ; None where it failed or was never scored.
+        first_rows: Its rollouts, if it was filtered before the first step.
     """
 
     group: int
@@ -34,6 +36,7 @@ class EndedGroup:
     reason: str
     response_tokens: tuple[int, ...] = ()
     rewards_differ: bool | None = None
+    first_rows: tuple[Row, ...] = field(default=(), compare=False, repr=False)
 
     def to_proto(self) -> rollout_pb2.SettledGroup:
         """As it travels in a GroupsSettled event."""

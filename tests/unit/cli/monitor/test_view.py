@@ -24,6 +24,7 @@ from gspo_proto.rollout_pb2 import (
     EvaluationDone,
     Event,
     Finished,
+    FirstAnswers,
     GroupsSettled,
     SettledGroup,
     Settlement,
@@ -236,3 +237,11 @@ def test_the_last_measurement_of_the_mismatch_has_its_age(config: Config) -> Non
     off = config.model_copy(update={"learner": config.learner.model_copy(update={"mismatch_every": 0})})
     assert "learner.mismatch_every: 0" in mismatch_line([{}], off)
     assert mismatch_line([], off) == ""
+
+
+def test_the_verdict_on_the_first_answers_is_a_warning_before_any_step(view: View) -> None:
+    figures = {"groups": 2.0, "zero_spread_groups": 1.0, "reward_mean": 0.0, "reward_min": 0.0, "reward_max": 0.0}
+    event = FirstAnswers(figures={**figures, "response_tokens_mean": 2.0})
+    (line,) = view.apply(Event(first_answers=event))
+    assert line.kind == "warning" and line.text.startswith("first_answers: the 2 groups before the first update")
+    assert "every answer gets 0" in line.text and view.step == 0

@@ -338,7 +338,9 @@ def test_groups_without_spread_are_dropped_and_others_fill_the_batch(
         a.add(scored(0, number, reward=0.1))
     fill(a, 1)
     expected = EndedGroup(0, GroupEnding.FILTERED, "zero spread: every reward is 0.1", rewards_differ=False)
-    assert a.next_batch(0, {2: 0}) == WaitingForGroups("groups", "1 of 2 groups", (expected,))
+    waiting = a.next_batch(0, {2: 0})
+    assert waiting == WaitingForGroups("groups", "1 of 2 groups", (expected,))
+    assert [row.number for row in waiting.settled[0].first_rows] == [0, 1], "the first policy's answers, to be judged"
     fill(a, 2)
     batch = a.next_batch(0, {})
     assert isinstance(batch, Batch)
