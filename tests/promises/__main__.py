@@ -71,6 +71,20 @@ def copy_tree(target: Path) -> None:
             shutil.copy(ROOT / name, target / name)
 
 
+class ShortCases:
+    """Pytest's plugin: of each test the cases that `make test` runs, or all of a test that has none of these."""
+
+    @staticmethod
+    def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+        """Leave out the long cases beside short ones."""
+        short = {_test_of(item) for item in items if not item.get_closest_marker("long")}
+        items[:] = [item for item in items if not item.get_closest_marker("long") or _test_of(item) not in short]
+
+
+def _test_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
 def _run_pytest(root: Path, tests: Sequence[str], printed: Path) -> None:
     """In a forked process: the copy's modules, and none that was imported from here."""
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
@@ -84,8 +98,8 @@ def _run_pytest(root: Path, tests: Sequence[str], printed: Path) -> None:
     with printed.open("wb") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
-    options = ["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", f"--rootdir={root}"]
-    code = pytest.main([*options, *tests])
+    options = ["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", f"--rootdir={root}", "-m", ""]
+    code = pytest.main([*options, *tests], plugins=[ShortCases()])
     sys.stdout.flush()
     os._exit(code)
 

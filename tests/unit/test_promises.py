@@ -6,8 +6,9 @@ What it is not: the breaking, which takes hours (`make test-promises`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -96,6 +97,23 @@ def test_a_name_may_lack_its_beginning() -> None:
         assert [known.name for known in definitions(name, CODE)] == [full]
     with pytest.raises(ValueError, match=r"nothing in .* is named ratio:"):
         definitions("ratio", CODE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """As much of pytest's item as the choice of cases reads."""
+
+    nodeid: str
+    is_long: bool = False
+
+    def get_closest_marker(self, name: str) -> bool:
+        return self.is_long and name == "long"
+
+
+def test_long_cases_are_run_where_a_test_has_no_others() -> None:
+    items = [Case("a.py::long", is_long=True), Case("a.py::both[1]"), Case("a.py::both[1000]", is_long=True)]
+    runner.ShortCases.pytest_collection_modifyitems(cast("list[pytest.Item]", items))
+    assert [item.nodeid for item in items] == ["a.py::long", "a.py::both[1]"]
 
 
 def test_a_break_is_tried_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
