@@ -35,8 +35,14 @@ settings.load_profile("few")
 # Not the global one, to which hypothesis gives the same seed in every process.
 _DRAW = random.SystemRandom()
 
-# They look at one run, which a session fixture makes.
-WHOLE_RUN = ("tests/integration/run/test_whole_run.py", "tests/integration/run/test_observed_run.py")
+# Files of one worker: they look at one run, or ask one engine, which a session fixture makes.
+TOGETHER = (
+    ("tests/integration/run/test_whole_run.py", "tests/integration/run/test_observed_run.py"),
+    tuple(
+        f"tests/integration/generation/test_{name}.py"
+        for name in ("engine", "sleep", "agents", "gateway", "run_agents")
+    ),
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,13 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which tests go to one worker together: those of a file, since they share fixtures, and those of the whole run."""
+    """Which tests go to one worker together: those of a file, since they share fixtures, and those of TOGETHER."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            return WHOLE_RUN[0] if file in WHOLE_RUN else file
+            return next((files[0] for files in TOGETHER if file in files), file)
 
     return Scheduling(config, log)
 

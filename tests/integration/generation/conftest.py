@@ -1,4 +1,7 @@
-"""One vLLM engine for the tests of this folder: it takes half a minute to start."""
+"""One vLLM engine for the tests of this folder: it takes half a minute to start.
+
+Its tests share the session's event loop, to which an engine belongs.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ async def running_engine(root: Path, **generation: Any) -> AsyncIterator[SharedE
     copies.close()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def generator(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SharedEngine]:
     async with running_engine(tmp_path_factory.mktemp("policy")) as shared:
         yield shared

@@ -39,7 +39,7 @@ from tests.support.tiny_model import make_tiny_model
 from tests.support.typed.redis_entries import stream_entries
 from tests.support.weights import stage
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 AGENT = {"external": True, "lease_s": 30.0, "answer_tokens": 40}
 LENGTHS = {"prompt_length": 128, "response_length": 384, "rollout_length": 768}
 FIRST: Any = {"role": "user", "content": "Count to three."}
@@ -173,7 +173,7 @@ async def started_run(
         yield AgentRun(gateway)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def run(
     generator: SharedEngine, redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[AgentRun]:

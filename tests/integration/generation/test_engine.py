@@ -25,6 +25,7 @@ from tests.integration.generation.conftest import SharedEngine, running_engine
 from tests.support.tiny_model import make_tiny_model
 from tests.support.weights import stage
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 TEMPERATURE = 0.7
 EOS = 2
 # The policies of all versions are made from one seed each; versions only go up within a module's engine.

@@ -32,10 +32,10 @@ from tests.support.started_gateway import (
 from tests.support.tiny_model import make_tiny_model
 from tests.support.weights import stage
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def gateway(
     generator: SharedEngine, redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Gateway]:

@@ -26,7 +26,7 @@ from tests.integration.generation.conftest import SharedEngine
 from tests.integration.generation.test_agents import AGENT, FIRST, AgentRun, assert_log_probs, started_run
 from tests.support.service_process import log_events, service_process, wait_exit
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 # By openai's package alone. A rollout that is handed out the first time may wait beside a program of its own.
 AGENT_FILE = """
 import asyncio, subprocess

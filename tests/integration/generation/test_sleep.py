@@ -26,7 +26,7 @@ from tests.integration.generation.test_engine import (
 from tests.support.tiny_model import make_tiny_model
 from tests.support.weights import stage
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 SAMPLE = sampling(60, ignore_eos=True)
 _UPDATE = ("start_weight_update", "update_weights", "finish_weight_update")
 _NOTED = {"sleep", "wake_up", "pause_generation", "resume_generation", *_UPDATE}
