@@ -19,6 +19,7 @@ from gspo.cli.processes.planned_memory import ProcessMemory
 from gspo.common.config.loading import read_config
 from gspo.common.host.gpu_kinds import GPU_KINDS
 from gspo.common.planning.model_profile import ModelProfile
+from tests.support.command_line import gspo_here
 from tests.support.gpu_machine import gpu_machine
 from tests.support.gspo_run import stray_modules
 from tests.support.tiny_model import make_tiny_model
@@ -50,17 +51,25 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "COLUMNS": "150"}
 
 
-def call(
-    environment: dict[str, str], *arguments: object, working_dir: Path | None = None
+def call(environment: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    return gspo_here("plan", *arguments, environment=environment)
+
+
+def started(
+    environment: dict[str, str], *words: object, working_dir: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "gspo.cli", "plan", *map(str, arguments)]
+    """`gspo WORDS` as a process of its own, which believes in the GPUs of gpu_machine.py."""
+    command = [sys.executable, "-P", "-m", "gspo.cli", *map(str, words)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=working_dir
     )
 
 
 def planned(environment: dict[str, str], *arguments: object) -> dict[str, Any]:
-    done = call(environment, *arguments, "--json")
+    return json_of(call(environment, *arguments, "--json"))
+
+
+def json_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
@@ -152,10 +161,10 @@ def test_bad_input_is_refused(
 
 def test_the_gpus_of_the_machine_are_the_default(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
     here = environment | gpu_machine(tmp_path, 4)
-    done = call(here, model, "--host-memory", 1000)
+    done = started(here, "plan", model, "--host-memory", 1000)
     assert (done.returncode, f"4 x {H100}" in done.stdout) == (0, True), done.stderr
-    assert f"2 x {H100}" in call(here, model, "--gpus", 2, "--host-memory", 1000).stdout
-    assert "8 x NVIDIA H200" in call(here, model, "--gpu-memory", 141).stdout
+    assert f"2 x {H100}" in started(here, "plan", model, "--gpus", 2, "--host-memory", 1000).stdout
+    assert "8 x NVIDIA H200" in started(here, "plan", model, "--gpu-memory", 141).stdout
 
 
 @pytest.mark.parametrize(("max_lag", "placement"), [(0, "shared"), (1, "split")])
@@ -165,11 +174,11 @@ def test_a_written_configuration_can_start_and_takes_what_was_planned(
     """Checked as every start is, up to the engines: `gspo doctor` on a machine with the plan's GPUs."""
     model, file = make_tiny_model(tmp_path / "model"), tmp_path / "config.yaml"
     here = environment | gpu_machine(tmp_path / "machine", 2) | {"COLUMNS": "200"}
-    plan = planned(here, model, "--context", 64, "--max-lag", max_lag, "--write", file)
+    words = ("plan", model, "--context", 64, "--max-lag", max_lag, "--write", file, "--json")
+    plan = json_of(started(here, *words))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 64)
     (tmp_path / "reward.py").write_text("def reward(prompts, completions):\n    return [0.0] * len(prompts)\n")
-    command = [sys.executable, "-P", "-m", "gspo.cli", "doctor", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=here)
+    done = started(here, "doctor", file)
     assert (done.returncode, "no problems" in done.stdout) == (0, True), done.stdout + done.stderr
     assert read_config(file).placement == placement
     rows = [re.split(r" {2,}", line) for line in done.stdout.splitlines() if re.match(r"(generation|learner)-\d", line)]
@@ -198,7 +207,7 @@ def test_a_file_of_the_working_directory_replaces_no_module(
     model: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     new_cache = environment | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = call(new_cache, model, "--gpu-memory", 80, working_dir=stray_modules(tmp_path))
+    done = started(new_cache, "plan", model, "--gpu-memory", 80, working_dir=stray_modules(tmp_path))
     assert done.returncode == 0, done.stderr
 
 

@@ -21,6 +21,7 @@ from gspo.common.config.loading import parse_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.reward.check import check
+from tests.support.command_line import gspo_here
 from tests.support.service_process import make_run, wait_exit
 
 SOURCE = """def reward(completions, answer):
@@ -32,9 +33,7 @@ START_S = 60.0
 
 def gspo(*words: object, url: str, code: int = 0) -> str:
     """The output of a command, or its errors if it fails."""
-    environment = {**os.environ, "GSPO_REWARD_URL": url, "COLUMNS": "200"}
-    command = [sys.executable, "-m", "gspo.cli", "reward", *map(str, words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = gspo_here("reward", *words, environment={"GSPO_REWARD_URL": url, "COLUMNS": "200"})
     assert done.returncode == code, done.stdout + done.stderr
     return done.stderr if code else done.stdout
 
