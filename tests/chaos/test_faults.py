@@ -1,6 +1,6 @@
 """The short form of `make chaos`: a few strikes against a simulated run, and every invariant afterwards.
 
-Not here: every kind of fault, and the time of a recovery (docs/chaos.md).
+The nightly tests have others. Not here: every kind of fault, and the time of a recovery (docs/chaos.md).
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ IS_ROOT = os.geteuid() == 0
 WELL_S = 120.0
 # A second of Redis' own work; without the slots, generation would add hundreds of rollouts.
 _STEADY_BYTES = 100_000
-STRIKES = [
-    Fault("kill learner", ("learner-0",), 0.0, 0.0),
-    Fault("flush redis", ("redis",), 0.0, 0.0),
+STRIKES = [Fault("flush redis", ("redis",), 0.0, 0.0), Fault("kill learner", ("learner-0",), 0.0, 0.0)]
+MORE_STRIKES = [
     Fault("corrupt push", ("generation-1",), 0.0, 0.0),
     # Only root can have a small disk and a network of its own.
     *([Fault("fill disk", (), 3.0, 0.0), Fault("cut network", ("learner-0", "generation-0"), 3.0, 0.0)] * IS_ROOT),
 ]
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    return asyncio.run(_play(tmp_path_factory.mktemp("chaos")))
+@pytest.fixture(
+    scope="module", params=[STRIKES, pytest.param(MORE_STRIKES, marks=pytest.mark.long)], ids=["few", "more"]
+)
+def played(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, int]:
+    return asyncio.run(_play(tmp_path_factory.mktemp("chaos"), request.param))
 
 
-async def _play(folder: Path) -> dict[str, int]:
+async def _play(folder: Path, strikes: list[Fault]) -> dict[str, int]:
     async with RunUnderTest(folder, 0, with_network=IS_ROOT) as world:
         assert await world.wait_until_well(0, WELL_S) == "", (folder / "run.log").read_text()
         while_stopped = await _without_a_learner(world)
-        for planned in STRIKES:
+        for planned in strikes:
             await strike(world, planned)
             assert await world.wait_until_well(world.step, WELL_S) == "", planned
         findings = check(await world.finish())  # before the run directory goes with its disk

@@ -65,6 +65,7 @@ async def play(task):
 """
 
 
+@pytest.mark.long
 def test_an_agent_can_be_measured(tmp_path: Path, environment: dict[str, str]) -> None:
     model, out = make_tiny_model(tmp_path / "model"), tmp_path / "out.json"
     (tmp_path / "agent.py").write_text(AGENT)

@@ -164,6 +164,7 @@ def test_a_run_that_trains_is_replayed_beside_its_learner(run_dir: Path) -> None
         assert contents(run_dir) == before
 
 
+@pytest.mark.long
 def test_a_killed_replay_goes_on_where_its_last_checkpoint_is(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
     words = (run_dir, "--steps", "1..6", "--out", out)
@@ -236,6 +237,7 @@ def test_a_loss_of_ones_own_is_replayed_from_the_runs_copy(tmp_path: Path) -> No
     assert (done.json["equal"], done.json["exact"]) == (True, True)
 
 
+@pytest.mark.long
 def test_two_ranks_round_otherwise_and_repeat_their_own_bits(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "two"
     words = ("--steps", "1..2", "--with", "learner.ranks=2", "--json")

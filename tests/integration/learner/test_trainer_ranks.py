@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,17 @@ from safetensors.torch import load_file
 from gspo.common.model.files import read_model_files
 from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
-from tests.integration.learner.rank_cases import CASES, LAGGING, STEP, case_config, go_on, lagging, run_case
+from tests.integration.learner.rank_cases import (
+    CASES,
+    LAGGING,
+    OTHERS,
+    SELDOM,
+    STEP,
+    case_config,
+    go_on,
+    lagging,
+    run_case,
+)
 from tests.support.card.cases import figures_of, make_models
 from tests.support.training import figure_cases
 from tests.support.training.figure_reference import assert_figures_of_the_log
@@ -24,6 +35,11 @@ pytestmark = pytest.mark.timeout(400)
 # Of tests/support/card/cases.py; on one rank all of them: test_card.py.
 ON_CARDS = ("lagging", "mixture", "equal")
 EXACT = [case for case in CASES if "bfloat16" not in case]
+
+
+def marked(cases: Iterable[str]) -> list[Any]:
+    """The cases, those of the nightly tests as long ones."""
+    return [pytest.param(case, marks=pytest.mark.long) if case in SELDOM else case for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -45,25 +61,43 @@ def alone(folder: Path, checkpoint: Path) -> tuple[dict[str, Any], torch.Tensor]
     return figures, vector
 
 
+def of_two_ranks(folder: Path, checkpoint: Path, out: Path, *cases: str) -> Path:
+    """The results of two ranks. Without a compiler: DeepSpeed must not need one."""
+    compilers = {"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc"}
+    run_ranks(2, "tests.integration.learner.rank_cases", folder, checkpoint, out, *cases, timeout_s=360, **compilers)
+    return out
+
+
 @pytest.fixture(scope="module")
 def together(
     folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The results of two ranks in every case. Without a compiler: DeepSpeed must not need one."""
-    out = tmp_path_factory.mktemp("cases")
-    compilers = {"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc"}
-    run_ranks(2, "tests.integration.learner.rank_cases", folder, checkpoint, out, timeout_s=360, **compilers)
-    return out
+    cases = [case for case in CASES if case not in SELDOM]
+    return of_two_ranks(folder, checkpoint, tmp_path_factory.mktemp("cases"), OTHERS, *cases)
 
 
-@pytest.mark.parametrize("case", EXACT)
+@pytest.fixture(scope="module")
+def at_night(
+    folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return of_two_ranks(folder, checkpoint, tmp_path_factory.mktemp("seldom"), *SELDOM)
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, case: str) -> Path:
+    """Those of a case."""
+    folder: Path = request.getfixturevalue("at_night" if case in SELDOM else "together")
+    return folder
+
+
+@pytest.mark.parametrize("case", marked(EXACT))
 def test_two_ranks_make_the_gradient_of_one(
-    together: Path, alone: tuple[dict[str, Any], torch.Tensor], case: str
+    results: Path, alone: tuple[dict[str, Any], torch.Tensor], case: str
 ) -> None:
     figures, expected = alone
-    tensors = load_file(together / f"{case}.safetensors")
+    tensors = load_file(results / f"{case}.safetensors")
     assert (tensors["gradient"] - expected).norm() < 1e-5 * expected.norm()
-    measured = json.loads((together / f"{case}.json").read_text())["figures"]
+    measured = json.loads((results / f"{case}.json").read_text())["figures"]
     assert measured.keys() == figures.keys()
     for name, value in figures.items():
         assert measured[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
@@ -83,6 +117,7 @@ def test_every_figure_of_two_ranks_follows_from_the_log(together: Path, folder: 
     assert_figures(together / f"figures-{case}", folder, case)
 
 
+@pytest.mark.long
 def test_every_figure_of_two_ranks_on_cards_follows_from_the_log(on_cards: Path, folder: Path) -> None:
     assert_figures(on_cards / "gspo", folder, "gspo")
 
@@ -93,6 +128,7 @@ def assert_figures(out: Path, folder: Path, case: str) -> None:
     assert_figures_of_the_log(logged, log, folder, figure_cases.figure_config(folder, case))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ON_CARDS)
 def test_two_ranks_on_cards_have_the_figures_of_one_on_a_cpu(on_cards: Path, folder: Path, case: str) -> None:
     figures, expected = json.loads((on_cards / f"{case}.json").read_text()), figures_of(case, folder)
@@ -119,10 +155,10 @@ def test_bfloat16_has_float32_masters_under_zero_3_too(
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_not_finite_on_one_rank_is_left_out_on_all_and_a_resume_repeats_it(together: Path, case: str) -> None:
+@pytest.mark.parametrize("case", marked(CASES))
+def test_what_is_not_finite_on_one_rank_is_left_out_on_all_and_a_resume_repeats_it(results: Path, case: str) -> None:
     """Also where the states were in host memory in between, as on cards that generators share."""
-    result = json.loads((together / f"{case}.json").read_text())
+    result = json.loads((results / f"{case}.json").read_text())
     assert len(result["not_applied"]) == 1
     assert result["not_applied"][0].startswith("1: the loss is")
     assert result["same_after_a_resume_and_a_move"]
@@ -166,21 +202,21 @@ def assert_close(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         assert (tensors[name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 
-@pytest.mark.parametrize("case", ["zero-0", "zero-1", "zero-2-offload", "zero-3", "zero-3-offload-all"])
+@pytest.mark.parametrize("case", marked(["zero-0", "zero-1", "zero-2-offload", "zero-3", "zero-3-offload-all"]))
 def test_two_ranks_go_on_from_the_checkpoint_of_one(
-    together: Path, folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, case: str
+    results: Path, folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, case: str
 ) -> None:
-    assert_close(load_file(together / f"{case}-gone-on.safetensors"), go_on(folder, checkpoint, CASES["zero-0"]))
+    assert_close(load_file(results / f"{case}-gone-on.safetensors"), go_on(folder, checkpoint, CASES["zero-0"]))
 
 
-@pytest.mark.parametrize("case", ["zero-0", "zero-1", "zero-2", "zero-3", "zero-3-offload"])
+@pytest.mark.parametrize("case", marked(["zero-0", "zero-1", "zero-2", "zero-3", "zero-3-offload"]))
 def test_one_rank_goes_on_from_the_checkpoint_of_two(
-    together: Path, folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, case: str
+    results: Path, folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, case: str
 ) -> None:
     """With the weights of the two to the bit, and with their moments."""
     trainer = Trainer(case_config(folder, CASES[case]), folder)
-    trainer.engine.load(together / case)
-    written = load_file(together / f"{case}.safetensors")
+    trainer.engine.load(results / case)
+    written = load_file(results / f"{case}.safetensors")
     assert all(torch.equal(tensor, written[f"weights.{name}"]) for name, tensor in trainer.engine.policy().items())
     train(trainer, STEP + 1, make_rows(folder, step=STEP + 1))
     assert_close(trainer.engine.policy(), go_on(folder, checkpoint, CASES["zero-0"]))

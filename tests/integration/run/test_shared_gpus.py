@@ -1,5 +1,6 @@
-"""A whole run on shared GPUs with real engines and two ranks, whose generator and learner are killed in both shifts.
+"""A whole run on shared GPUs with real engines and two ranks, whose generator and learner are killed while it learns.
 
+In the nightly tests they are killed in both shifts.
 A CPU has no GPUs: vLLM records its sleep and keeps its memory, and the learner's states move within the memory. The
 protocol is that of GPUs.
 """
@@ -12,6 +13,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ from tests.support.service_process import log_events
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
-STEPS, GROUPS, SIZE, MEASURED = 12, 4, 4, 4
+GROUPS, SIZE, MEASURED = 4, 4, 4
+# Of the run whose services are killed in the learner's shift, and of the one with kills in both.
+STEPS, STEPS_OF_BOTH = 8, 12
 KEYS = Keys("whole")
 
 
@@ -40,15 +44,15 @@ class StruckRun:
         self._process, self._run_dir = process, run_dir
         self.seen: dict[str, Any] = {}
 
-    def strike(self) -> None:
-        """One kill of each service in each shift; each when the run has recovered from the one before."""
+    def strike(self, *, in_both: bool) -> None:
+        """One kill of each service in a shift or both; each when the run has recovered from the one before."""
         self.until(lambda: self._step() >= 1, "a first step")
         with Redis.from_url(self._redis_url()) as self._redis:
             self._kill_generator_while_learning()
             self._recover("generation")
             self._kill_learner_while_learning()
             self._recover("learner")
-            for service in ("learner", "generation"):
+            for service in ("learner", "generation") if in_both else ():
                 self.until(lambda: self._side() == "generation", "the generators' shift")
                 self._process_of(service).kill()
                 self._recover(service)
@@ -117,13 +121,29 @@ class StruckRun:
         return psutil.Process(self._newest(service)["pid"])
 
 
-@pytest.fixture(scope="module")
-def struck(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholeRun, dict[str, Any]]:
-    folder, seen = tmp_path_factory.mktemp("shared"), dict[str, Any]()
+@dataclass(frozen=True)
+class Struck:
+    """A finished run.
+
+    Attributes:
+        seen: Observations between its kills.
+        starts: Of its learner.
+    """
+
+    run: WholeRun
+    seen: dict[str, Any]
+    steps: int
+    starts: int
+
+
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["learning", "both"])
+def struck(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Struck:
+    folder, seen, in_both = tmp_path_factory.mktemp("shared"), dict[str, Any](), bool(request.param)
+    steps = STEPS_OF_BOTH if in_both else STEPS
 
     def strike(process: subprocess.Popen[bytes], run_dir: Path) -> None:
         running = StruckRun(process, run_dir)
-        running.strike()
+        running.strike(in_both=in_both)
         seen.update(running.seen)
 
     run = whole_run(
@@ -139,58 +159,51 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> tuple[WholeRun, dict[str
         },
         learner={"learning_rate": 1e-3, "ranks": 2, "zero_stage": 3},
         evaluation={"prompts": "eval.jsonl", "num_answers": 2, "every": MEASURED, "keep_best": "sampled_mean"},
-        run={"total_steps": STEPS, "checkpoint_every": 5},
+        run={"total_steps": steps, "checkpoint_every": 5},
     )
-    return run, seen
+    return Struck(run, seen, steps, starts=3 if in_both else 2)
 
 
-def test_the_run_is_whole(struck: tuple[WholeRun, dict[str, Any]]) -> None:
-    run, _ = struck
-    trained = [group for step in range(1, STEPS + 1) for group in sorted({row["group"] for row in run.rows(step)})]
+def test_the_run_is_whole(struck: Struck) -> None:
+    run, steps = struck.run, struck.steps
+    trained = [group for step in range(1, steps + 1) for group in sorted({row["group"] for row in run.rows(step)})]
     otherwise = [line["group"] for line in run.lines("settled.jsonl")]
     assert max(Counter(trained + otherwise).values()) == 1
-    assert len(trained) == STEPS * GROUPS
-    assert [line["version"] for line in run.lines("policy.jsonl")] == list(range(STEPS + 1)), "a replay made other bits"
+    assert len(trained) == steps * GROUPS
+    assert [line["version"] for line in run.lines("policy.jsonl")] == list(range(steps + 1)), "a replay made other bits"
 
 
-def test_after_every_wake_the_engine_serves_the_newest_policy_to_the_bit(
-    struck: tuple[WholeRun, dict[str, Any]],
-) -> None:
-    run, _ = struck
+def test_after_every_wake_the_engine_serves_the_newest_policy_to_the_bit(struck: Struck) -> None:
+    run, steps = struck.run, struck.steps
     figures = {line["step"]: line["figures"] for line in run.lines("metrics.jsonl")}
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         assert {version for row in run.rows(step) for version in row["version"]} == {step - 1}
         assert figures[step]["sigma_token"] < 1e-5, "the engine's log-probs are not the learner's"
 
 
-def test_evaluations_between_steps_have_the_gpus_to_themselves(struck: tuple[WholeRun, dict[str, Any]]) -> None:
-    measured = struck[0].lines("evaluations.jsonl")
-    assert [line["version"] for line in measured] == [*range(0, STEPS + 1, MEASURED)]
+def test_evaluations_between_steps_have_the_gpus_to_themselves(struck: Struck) -> None:
+    measured = struck.run.lines("evaluations.jsonl")
+    assert [line["version"] for line in measured] == [*range(0, struck.steps + 1, MEASURED)]
     assert not [line for line in measured if "newest_version" in line["figures"]]
 
 
-def test_a_generator_that_starts_in_the_learners_shift_leaves_the_gpus_alone(
-    struck: tuple[WholeRun, dict[str, Any]],
-) -> None:
-    instance = struck[1]["while waiting"]
+def test_a_generator_that_starts_in_the_learners_shift_leaves_the_gpus_alone(struck: Struck) -> None:
+    instance = struck.seen["while waiting"]
     assert instance["activity"]["detail"].startswith("the learner has them (step ")
     assert not instance["grpc"]
 
 
-def test_a_learner_that_starts_again_puts_the_generators_to_sleep_before_it_loads_the_model(
-    struck: tuple[WholeRun, dict[str, Any]],
-) -> None:
-    run, seen = struck
-    assert seen["after the learner"] == "learning", "its shift ended with it"
-    events = log_events(run.run_dir / "services" / "learner-0.log")
+def test_a_learner_that_starts_again_puts_the_generators_to_sleep_before_it_loads_the_model(struck: Struck) -> None:
+    assert struck.seen["after the learner"] == "learning", "its shift ended with it"
+    events = log_events(struck.run.run_dir / "services" / "learner-0.log")
     starts = [event for event in events if event["event"] == "gpus_taken" and event["purpose"] == "loading the model"]
     # At the start of the run the generators wait for the learner.
-    assert [start["num_asleep"] for start in starts] == [0, 1, 1]
+    assert [start["num_asleep"] for start in starts] == [0, *[1] * (struck.starts - 1)]
 
 
-def test_every_step_says_how_long_the_gpus_took_to_change_hands(struck: tuple[WholeRun, dict[str, Any]]) -> None:
-    run, _ = struck
+def test_every_step_says_how_long_the_gpus_took_to_change_hands(struck: Struck) -> None:
+    run, steps = struck.run, struck.steps
     measured = [line["figures"] for line in run.lines("metrics.jsonl") if "step_s" in line["figures"]]
-    assert len(measured) >= STEPS - 2, "only a step that a successor replays has no times"
+    assert len(measured) >= steps - 2, "only a step that a successor replays has no times"
     assert all(0.0 < figures["shift_s"] < figures["step_s"] for figures in measured)
     assert "handing shared GPUs over" in (run.run_dir / "report.html").read_text()

@@ -19,7 +19,7 @@ from tests.support.training.started_ranks import rank_command, rank_environment
 pytestmark = pytest.mark.timeout(200)
 
 
-@pytest.mark.parametrize(("num_ranks", "zero_stage"), [(1, 0), (2, 3)])
+@pytest.mark.parametrize(("num_ranks", "zero_stage"), [(1, 0), pytest.param(2, 3, marks=pytest.mark.long)])
 def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before_and_the_log(
     tmp_path: Path, num_ranks: int, zero_stage: int
 ) -> None:
