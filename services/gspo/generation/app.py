@@ -69,7 +69,7 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
 def _details_of_start(config: Config) -> str:
     if torch_is_for_cpus() or config.generation.engine.get("enforce_eager"):
         return "and loading the model into it"
-    return "; loading, compiling and CUDA graphs take a minute or more at its first start"
+    return "with compilation and CUDA graphs, a minute or more at its first start"
 
 
 def _app(

@@ -19,9 +19,9 @@ from gspo.cli.processes.planned_memory import ProcessMemory
 from gspo.common.config.loading import read_config
 from gspo.common.host.gpu_kinds import GPU_KINDS
 from gspo.common.planning.model_profile import ModelProfile
-from tests.support.command_line import gspo_here
 from tests.support.gpu_machine import gpu_machine
 from tests.support.gspo_run import stray_modules
+from tests.support.repository.command_line import gspo_here
 from tests.support.tiny_model import make_tiny_model
 
 QWEN3_8B = published_models()["Qwen3-8B"]

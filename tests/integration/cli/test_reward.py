@@ -21,7 +21,7 @@ from gspo.common.config.loading import parse_config, write_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.reward.check import check
-from tests.support.command_line import gspo_here
+from tests.support.repository.command_line import gspo_here
 from tests.support.service_process import make_run, wait_exit
 
 SOURCE = """def reward(completions, answer):

@@ -37,7 +37,7 @@ ON_CARDS = ("lagging", "mixture", "equal")
 EXACT = [case for case in CASES if "bfloat16" not in case]
 
 
-def marked(cases: Iterable[str]) -> list[Any]:
+def nightly_cases(cases: Iterable[str]) -> list[Any]:
     """The cases, those of the nightly tests as long ones."""
     return [pytest.param(case, marks=pytest.mark.long) if case in SELDOM else case for case in cases]
 
@@ -90,7 +90,7 @@ def results(request: pytest.FixtureRequest, case: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", marked(EXACT))
+@pytest.mark.parametrize("case", nightly_cases(EXACT))
 def test_two_ranks_make_the_gradient_of_one(
     results: Path, alone: tuple[dict[str, Any], torch.Tensor], case: str
 ) -> None:
@@ -155,7 +155,7 @@ def test_bfloat16_has_float32_masters_under_zero_3_too(
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
 
 
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.parametrize("case", nightly_cases(CASES))
 def test_what_is_not_finite_on_one_rank_is_left_out_on_all_and_a_resume_repeats_it(results: Path, case: str) -> None:
     """Also where the states were in host memory in between, as on cards that generators share."""
     result = json.loads((results / f"{case}.json").read_text())
@@ -202,14 +202,14 @@ def assert_close(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         assert (tensors[name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 
-@pytest.mark.parametrize("case", marked(["zero-0", "zero-1", "zero-2-offload", "zero-3", "zero-3-offload-all"]))
+@pytest.mark.parametrize("case", nightly_cases(["zero-0", "zero-1", "zero-2-offload", "zero-3", "zero-3-offload-all"]))
 def test_two_ranks_go_on_from_the_checkpoint_of_one(
     results: Path, folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, case: str
 ) -> None:
     assert_close(load_file(results / f"{case}-gone-on.safetensors"), go_on(folder, checkpoint, CASES["zero-0"]))
 
 
-@pytest.mark.parametrize("case", marked(["zero-0", "zero-1", "zero-2", "zero-3", "zero-3-offload"]))
+@pytest.mark.parametrize("case", nightly_cases(["zero-0", "zero-1", "zero-2", "zero-3", "zero-3-offload"]))
 def test_one_rank_goes_on_from_the_checkpoint_of_two(
     results: Path, folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, case: str
 ) -> None:

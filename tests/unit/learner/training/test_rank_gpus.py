@@ -30,7 +30,7 @@ def test_a_gpu_has_the_peak_of_its_name_or_none_which_is_said_once(
     with structlog.testing.capture_logs() as logs:
         assert gather_gpus(torch.device("cuda", 1), torch.bfloat16, 1, 1) == {uuid(1): peak}
         assert peak_flops(product) == peak, "a generator has the same kind"
-    assert [line["card"] for line in logs] == ([] if peak else [product])
+    assert [line["gpu"] for line in logs] == ([] if peak else [product])
 
 
 def test_a_cpu_is_measured_once() -> None:
