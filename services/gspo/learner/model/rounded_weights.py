@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import structlog
 import torch
@@ -49,15 +48,22 @@ def rounded_weights(causal_lm: PreTrainedModel, dtype: torch.dtype, whole: Whole
     return []
 
 
+class RoundingLinear(nn.Linear):
+    """A linear layer that takes the copy of its weight that `rounded_once` made, where there is one."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The product, as nn.Linear's."""
+        return nn.functional.linear(states, taken(self, "weight"), taken(self, "bias"))
+
+
 def take_rounded(causal_lm: PreTrainedModel) -> None:
-    """Have linear layers take copies of their weights that `rounded_once` made, where there are some."""
+    """Make linear layers RoundingLinear.
+
+    They share the class's function: with one for each module, torch would compile each layer of the model anew.
+    """
     for module in _rounding_modules(causal_lm):
-        if isinstance(module, nn.Linear):
-            module.forward = partial(_linear, module)  # type: ignore[method-assign]
-
-
-def _linear(module: nn.Linear, states: Tensor) -> Tensor:
-    return nn.functional.linear(states, taken(module, "weight"), taken(module, "bias"))
+        if type(module) is nn.Linear:
+            module.__class__ = RoundingLinear
 
 
 @contextmanager
