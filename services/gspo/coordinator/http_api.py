@@ -192,19 +192,26 @@ def _rollout_view(scored: ScoredRollout, source: str) -> dict[str, Any]:
 class RunControls:
     """Pauses, continues and stops the run."""
 
-    def __init__(self, service: Service) -> None:
-        self._redis, self._keys = service.redis, service.keys
+    def __init__(self, service: Service, views: RunViews) -> None:
+        self._redis, self._keys, self._views = service.redis, service.keys, views
         self._events = Events(service.redis, service.keys, service.options.name)
 
     async def pause(self) -> dict[str, bool]:
-        """Issue no new groups; open groups are finished."""
+        """Issue no new groups from this reply on; open groups are finished."""
         await self._redis.set(self._keys.paused, PAUSED_BY_USER)
+        await self._apply_at_once()
         return {"paused": True}
 
     async def resume(self) -> dict[str, bool]:
         """Issue groups again."""
         await self._redis.delete(self._keys.paused)
+        await self._apply_at_once()
         return {"paused": False}
+
+    async def _apply_at_once(self) -> None:
+        """The coordinator reads the key once a second, and quick steps would issue several batches within it."""
+        if self._views.coordinator is not None:
+            await self._views.coordinator.pause.refresh()
 
     async def stop(self, body: StopBody) -> dict[str, str]:
         """End the run after the step in training, with a checkpoint."""
@@ -214,7 +221,7 @@ class RunControls:
 
 def make_http_api(service: Service, views: RunViews, rollouts: RecentRollouts) -> FastAPI:
     """The app; services/gspo/coordinator/page/page_access.py authorizes callers before."""
-    app, controls = FastAPIOffline(title="gspo coordinator"), RunControls(service)
+    app, controls = FastAPIOffline(title="gspo coordinator"), RunControls(service, views)
     app.get("/v1/state")(views.state)
     app.get("/v1/status")(views.status)
     app.get("/v1/rollouts")(rollouts.newest)
