@@ -249,17 +249,17 @@ async def test_memory_is_of_all_processes_together(tmp_path: Path) -> None:
                 time.sleep(60)
         if not task.columns["processes"]:
             block = bytearray(10**9)
-        time.sleep(1)
+        time.sleep(task.columns["seconds"])
         return 1.0
     """
     async with pool(path=agent_file(tmp_path, source), memory_mb=256) as (sandboxes, _):
-        assert await sandboxes.play(task(processes=2)) == 1.0
+        assert await sandboxes.play(task(processes=2, seconds=1)) == 1.0
         with pytest.raises(AgentFailedError, match=r"had more memory than its 256 MiB") as together:
-            await sandboxes.play(task(processes=6))
+            await sandboxes.play(task(processes=6, seconds=30))
         with pytest.raises(AgentFailedError, match="asked for more memory") as alone:
-            await sandboxes.play(task(processes=0))
+            await sandboxes.play(task(processes=0, seconds=0))
         assert (together.value.kind, alone.value.kind) == ("memory", "memory")
-        assert await sandboxes.play(task(processes=1)) == 1.0
+        assert await sandboxes.play(task(processes=1, seconds=1)) == 1.0
 
 
 async def test_a_killed_process_loses_its_rollout_and_no_other(tmp_path: Path) -> None:

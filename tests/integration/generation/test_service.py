@@ -262,13 +262,12 @@ async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGe
         os.kill(process.pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(0.3)  # a read that it has begun is over by now
-            await append(redis, keys.prompts, [task(500, max_tokens=384, num_rollouts=8).SerializeToString()])
-            saved = await saved_states(redis, keys, 500)
+            saved = await saved_states(running)
         finally:
             os.killpg(doomed.pid, signal.SIGKILL)
             os.kill(process.pid, signal.SIGCONT)
-    by_number = {rollout.number: rollout for rollout in await rollouts(running, 8)}
-    assert sorted(by_number) == list(range(8))
+    by_number = {rollout.number: rollout for rollout in await rollouts(running, LONG_GROUP_SIZE)}
+    assert sorted(by_number) == list(range(LONG_GROUP_SIZE))
     assert any(by_number[number].generator != "doomed" for number in saved)
     for number, state in saved.items():
         rollout, kept = by_number[number], len(state.token_ids)
@@ -295,18 +294,29 @@ async def named(process: subprocess.Popen[bytes], redis: Redis, keys: Keys, name
         await asyncio.sleep(0.1)
 
 
-async def saved_states(redis: Redis, keys: Keys, group: int) -> dict[int, RolloutState]:
-    """The saved states of a group's rollouts, once two or more have tokens."""
-    while True:
-        saved: Any = await redis.hgetall(keys.partial)
-        states = {
-            int(rollout_key.decode().partition("-")[2]): RolloutState.FromString(state)
-            for rollout_key, state in saved.items()
-            if rollout_key.startswith(f"{group}-".encode()) and state != DONE
-        }
-        if len(states) > 1:
-            return states
-        await asyncio.sleep(0.005)
+LONG_GROUP_SIZE = 8
+
+
+async def saved_states(running: RunningGenerator) -> dict[int, RolloutState]:
+    """The saved states of a group in flight, once two or more of its rollouts have tokens.
+
+    A fast machine may finish a group before a second rollout is saved; then another group follows.
+    """
+    for group in range(500, 520):
+        long_task = task(group, max_tokens=384, num_rollouts=LONG_GROUP_SIZE)
+        await append(running.redis, running.keys.prompts, [long_task.SerializeToString()])
+        while await running.redis.xlen(running.keys.rollouts) < LONG_GROUP_SIZE:
+            saved: Any = await running.redis.hgetall(running.keys.partial)
+            states = {
+                int(rollout_key.decode().partition("-")[2]): RolloutState.FromString(state)
+                for rollout_key, state in saved.items()
+                if rollout_key.startswith(f"{group}-".encode()) and state != DONE
+            }
+            if len(states) > 1:
+                return states
+            await asyncio.sleep(0.005)
+        await rollouts(running, LONG_GROUP_SIZE)
+    raise AssertionError("20 groups of long answers ended, and no two rollouts of any were saved")
 
 
 async def test_a_prompt_that_the_engine_refuses_fails_its_group_with_the_reason(running: RunningGenerator) -> None:

@@ -71,7 +71,7 @@ def run(folder: Path, versions: list[str], watched: RunObservations) -> WholeRun
                 "behavior_low": BEHAVIOR_LOW,
                 "behavior_high": BEHAVIOR_HIGH,
             },
-            learner={"learning_rate": LEARNING_RATE},
+            learner={"learning_rate": LEARNING_RATE, "clip_split_every": 1},
             evaluation={"prompts": "eval.jsonl", "num_answers": 2, "every": 1, "keep_best": "sampled_mean"},
             tracking={"tensorboard": True},
             services={"otlp_endpoint": watched.collector.endpoint},
