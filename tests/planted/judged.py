@@ -14,33 +14,40 @@ from gspo.common.telemetry.learning_rules import LEARNING_RULES
 from tests.planted.faults import FAULTS
 from tests.support.repository.source_files import ROOT
 
-# Of the example; its files do not matter here.
+# In place of the example's files, which do not matter here.
+_FILES: dict[str, Any] = {
+    "name": "planted",
+    "model": {"path": "model"},
+    "data": {"prompts": "prompts.jsonl"},
+    "run": {"total_steps": 10},
+}
+_REWARD = {"functions": [{"path": "reward.py"}]}
 _SECTIONS = ("algorithm", "staleness", "learner", "reward", "evaluation")
 _MOST_STEPS = 10
 
 
-def configured_run(minimal: Mapping[str, Any], name: str) -> Config:
+def configured_run(name: str) -> Config:
     """The configuration of a planted run, without paths of files."""
     example = yaml.safe_load((ROOT / "examples/arithmetic/config.yaml").read_text())
     keys = {section: example.get(section, {}) | dict(FAULTS[name].sections.get(section, {})) for section in _SECTIONS}
-    keys["reward"] |= minimal["reward"]
-    return Config.model_validate(dict(minimal) | keys)
+    keys["reward"] |= _REWARD
+    return Config.model_validate(_FILES | keys)
 
 
-def steps_by_finding(minimal: Mapping[str, Any], name: str, run: Mapping[str, Any]) -> dict[str, list[int]]:
+def steps_by_finding(name: str, run: Mapping[str, Any]) -> dict[str, list[int]]:
     """The findings of a recorded run, each with the steps that have it; 0 is the start."""
     recent = RecentSteps(kept=None)
     for step in run["steps"]:
         recent.add(int(step[NUMBER]), step)
     for record in run["evaluations"]:
         recent.add_evaluation(record["file"], record["version"], record["figures"])
-    seen = {finding.rule: steps for finding, steps in all_findings(recent.judged(), configured_run(minimal, name))}
+    seen = {finding.rule: steps for finding, steps in all_findings(recent.judged(), configured_run(name))}
     return seen | {check["rule"]: [0] for check in run["checks"]}
 
 
-def judge(minimal: Mapping[str, Any], name: str, run: Mapping[str, Any]) -> None:
+def judge(name: str, run: Mapping[str, Any]) -> None:
     """A planted fault is named within ten steps; a healthy run has no finding on learning."""
-    seen = steps_by_finding(minimal, name, run)
+    seen = steps_by_finding(name, run)
     if rules := FAULTS[name].rules:
         assert any(seen.get(rule, [_MOST_STEPS + 1])[0] <= _MOST_STEPS for rule in rules), seen
     else:

@@ -21,11 +21,17 @@ def pytest_configure(config):
     config.pluginmanager.register(run_report.RunReport(config))
 """
 # Its children: a shell, and below it a process with the title of vLLM's engine, for longer than the watcher's interval.
-TEST = """
+ENGINE = """
 import subprocess
 
 def test_one():
     subprocess.run(["sh", "-c", "bash -c 'exec -a VLLM::EngineCore sleep 5'; true"], check=True)
+"""
+PROCESS = """
+import subprocess
+
+def test_one():
+    subprocess.run(["true"], check=True)
 """
 
 
@@ -48,16 +54,28 @@ def test_more_than_the_budget_is_an_excess_and_an_area_without_one_has_no_limit(
     assert excess.startswith("tests/unit/view: 1 engines started, and tests/budget.toml has 0")
 
 
+def reported_run(folder: Path, test: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Pytest on one test of the area unit/a, which may start no engine and no process."""
+    (folder / "parts/unit/a").mkdir(parents=True)
+    (folder / "parts/unit/a/test_a.py").write_text(test)
+    (folder / "parts/conftest.py").write_text(CONFTEST)
+    (folder / "parts/budget.toml").write_text('[engines]\n"unit/a" = 0\n[processes]\n"unit/a" = 0\n')
+    (folder / "pytest.ini").write_text(f"[pytest]\naddopts = --import-mode=importlib\npythonpath = {ROOT}\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words, "parts"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+
+
 def test_a_run_counts_engines_and_processes_and_fails_above_its_budget(tmp_path: Path) -> None:
-    (tmp_path / "parts/unit/a").mkdir(parents=True)
-    (tmp_path / "parts/unit/a/test_a.py").write_text(TEST)
-    (tmp_path / "parts/conftest.py").write_text(CONFTEST)
-    (tmp_path / "parts/budget.toml").write_text('[engines]\n"unit/a" = 0\n')
-    (tmp_path / "pytest.ini").write_text(f"[pytest]\naddopts = --import-mode=importlib\npythonpath = {ROOT}\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", "parts"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    done = reported_run(tmp_path, ENGINE, "-n", "1")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert "1 passed" in done.stdout
     assert "1 engines     1 processes  unit/a" in done.stdout
     assert "ERROR tests/unit/a: 1 engines started" in done.stdout
     assert "the 20 slowest tests" in done.stdout
+
+
+def test_a_run_of_the_night_has_no_budget(tmp_path: Path) -> None:
+    done = reported_run(tmp_path, PROCESS, "-m", "long or not long")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 engines     1 processes  unit/a" in done.stdout
+    assert "ERROR" not in done.stdout

@@ -5,8 +5,6 @@ CI reads their recorded figures (tests/unit/common/telemetry/test_planted_runs.p
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.planted.__main__ import record
@@ -16,5 +14,5 @@ from tests.planted.judged import judge
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_named_within_ten_steps(minimal: dict[str, Any], name: str) -> None:
-    judge(minimal, name, record(name))
+def test_a_planted_fault_is_named_within_ten_steps(name: str) -> None:
+    judge(name, record(name))

@@ -94,6 +94,7 @@ class RunReport:
         self._counter: StartCounter | None = None
         self._counts: dict[str, Counter[str]] = {"engines": Counter(), "processes": Counter()}
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._excesses: list[str] = []
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Start to count."""
@@ -123,8 +124,9 @@ class RunReport:
             session.config.workeroutput["counts"] = counts  # type: ignore[attr-defined]
             return
         self._add(counts)
-        has_budget = session.config.option.markexpr in ("", "not long")  # the nightly tests have none
-        if has_budget and session.exitstatus == pytest.ExitCode.OK and [*excesses(self._counts, _budget())]:
+        if session.config.option.markexpr in ("", "not long"):  # the nightly tests have no budget
+            self._excesses = [*excesses(self._counts, _budget())]
+        if self._excesses and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _add(self, counts: Counts) -> None:
@@ -147,7 +149,7 @@ class RunReport:
         terminalreporter.section(f"the {NUM_SLOWEST} slowest tests")
         for test, seconds in nlargest(NUM_SLOWEST, self._seconds.items(), key=itemgetter(1)):
             terminalreporter.line(f"{seconds:7.1f} s  {test}")
-        for excess in excesses(self._counts, _budget()):
+        for excess in self._excesses:
             terminalreporter.line(f"ERROR {excess}", red=True)
 
 

@@ -27,8 +27,8 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_step_1_of_a_recorded_run(minimal: dict[str, Any], name: str) -> None:
-    findings = first_answers(RUNS[name]["steps"][0], configured_run(minimal, name))
+def test_step_1_of_a_recorded_run(name: str) -> None:
+    findings = first_answers(RUNS[name]["steps"][0], configured_run(name))
     words = EXPECTED[name]
     assert [finding.rule for finding in findings] == [FIRST_ANSWERS] * len(findings)
     assert words in " ".join(finding.text for finding in findings) if words else not findings

@@ -18,5 +18,5 @@ RUNS: dict[str, Any] = json.loads((ROOT / "tests/planted/figures.json").read_tex
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_rules_say_of_a_recorded_run_what_was_planted(minimal: dict[str, Any], name: str) -> None:
-    judge(minimal, name, RUNS[name])
+def test_the_rules_say_of_a_recorded_run_what_was_planted(name: str) -> None:
+    judge(name, RUNS[name])
