@@ -6,9 +6,9 @@ SEED ?= 0
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests of the repository's own files: a part of lint, so `make test` leaves them out of its second half.
 CHECKS = $(patsubst %,tests/unit/test_%.py,architecture names site prose promises docs docs_commands)
-# With `ROOM=view` the tests in folders of this name, and ruff on the folders of its code; everything without it.
-ROOM_TESTS = $(if $(ROOM),$(wildcard tests/unit/$(ROOM) tests/integration/$(ROOM)))
-LINTED = $(if $(ROOM),$(wildcard services/gspo/$(ROOM) $(ROOM)) $(ROOM_TESTS),.)
+# With `ROOM="view cli"` the tests in folders of these names, and ruff on the folders of their code; else everything.
+ROOM_TESTS = $(wildcard $(foreach room,$(ROOM),tests/unit/$(room) tests/integration/$(room)))
+LINTED = $(if $(ROOM),$(wildcard $(foreach room,$(ROOM),services/gspo/$(room) $(room))) $(ROOM_TESTS),.)
 LINT = "$(BIN)/ruff check $(LINTED)" "$(BIN)/ruff format --check $(LINTED)" "$(BIN)/python deploy/lint/prose.py" \
   "$(BIN)/mypy" "$(PYTEST) -q $(CHECKS)"
 COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-header
@@ -33,7 +33,8 @@ demo: setup ## Train a small model on arithmetic, from nothing to a report (SEED
 	$(BIN)/python examples/arithmetic/demo.py --seed $(SEED)
 
 test: setup ## Everything that CI runs on any machine: lint, types, all tests with the real engines (`ROOM=view`: of one folder)
-	$(if $(ROOM),$(if $(ROOM_TESTS),,$(error no tests/unit/$(ROOM), no tests/integration/$(ROOM): ROOM is a folder of tests, such as view or learner)))
+	$(foreach room,$(ROOM),$(if $(wildcard tests/unit/$(room) tests/integration/$(room)),,$(error no tests/unit/$(room), \
+	  no tests/integration/$(room): ROOM has folders of tests, such as view or learner)))
 	$(call all,$(LINT) "$(PYTEST) $(CHECKS:%=--ignore=%) $(ROOM_TESTS)")
 
 test-quick: setup ## Lint, types and unit tests: two minutes, before every commit

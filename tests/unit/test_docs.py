@@ -161,6 +161,17 @@ def test_the_readme_names_targets_of_the_makefile() -> None:
     assert {"demo", "test"} <= named <= targets
 
 
+def test_every_folder_of_code_has_its_folders_of_tests() -> None:
+    table = re.findall(r"^\| (`.*/`.*?) \| (.+) \|$", text_of(ROOT / "CONTRIBUTING.md"), re.MULTILINE)
+    tests = {code: words for codes, words in table for code in re.findall(r"`(.+?)`", codes)}
+    folders = {f"services/gspo/{path.parent.name}/" for path in ROOT.glob("services/gspo/*/__init__.py")}
+    assert folders <= tests.keys()
+    for code, words in tests.items():
+        assert (ROOT / code).exists()
+        for name in [] if words.startswith("all") else words.split():
+            assert any((ROOT / "tests" / kind / name).is_dir() for kind in ("unit", "integration")), (code, name)
+
+
 def test_the_architecture_lists_every_package() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     for package in (ROOT / "services/gspo").glob("*/__init__.py"):
