@@ -6,6 +6,7 @@ It judges nothing.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ import numpy as np
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.host.machine import GIB, visible_gpus
 from gspo.generation.engine.api import Completion, EngineSampling
+from gspo.generation.engine.process import WHOLE_FLOAT32
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.gpu.part_run import PartRun
 
@@ -33,6 +35,8 @@ async def engine_of(
         engine: Further arguments of vLLM.
     """
     sizes = case.sizes
+    if dtype == "float32":
+        os.environ.update(WHOLE_FLOAT32)
     began = time.monotonic()
     config = GenerationConfig(
         dtype=dtype, max_rollouts=sizes.num_requests, kv_cache_gb=0.25, engine={**case.engine_arguments, **engine}

@@ -28,6 +28,9 @@ CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **WAITING}
 # On a GPU vLLM would import flashinfer at its start, for a sampler that it cannot use: it gives no log-probs after
 # temperature, the mode of our engines.
 NO_FLASHINFER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+# Triton multiplies float32 as TF32 by default, and vLLM's attention in float32 is Triton's: its log-probs would have
+# 10 bits. The learner's products of float32 have 23.
+WHOLE_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
 # The engine's process is forked from one without threads. numpy would start some for linear algebra at its import, and
 # pyarrow one for an allocator. The service needs neither.
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -40,7 +43,7 @@ _SMALL_VOCABULARY = 4096
 def import_variables(config: Config) -> dict[str, str]:
     """Variables to set unless the user has set them."""
     if not torch_is_for_cpus():
-        return _NO_THREADS
+        return {**_NO_THREADS, **(WHOLE_FLOAT32 if config.generation.dtype == "float32" else {})}
     values = {**CPU_ENVIRONMENT, **_NO_THREADS}
     if config.generation.engine.get("enforce_eager", True) and _vocabulary(config.model.path) <= _SMALL_VOCABULARY:
         values["TORCH_COMPILE_DISABLE"] = "1"

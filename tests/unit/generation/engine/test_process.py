@@ -14,6 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction
 
 from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
@@ -73,8 +78,38 @@ def test_imports_for_gpus_start_no_threads_and_the_rest_is_left_to_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "torch_is_for_cpus", lambda: False)
-    values = import_variables(config_of(tmp_path, {"vocab_size": 100}))
+    values = import_variables(config_of(tmp_path, {"vocab_size": 100}, dtype="bfloat16"))
     assert values.keys() == {"OPENBLAS_NUM_THREADS", "JE_ARROW_MALLOC_CONF"}
+
+
+@pytest.mark.parametrize(("dtype", "product"), [("float32", "tt.dot"), ("bfloat16", "inputPrecision = tf32")])
+def test_float32_on_a_gpu_is_whole_in_triton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, product: str
+) -> None:
+    monkeypatch.setattr(process, "torch_is_for_cpus", lambda: False)
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    for name, value in import_variables(config_of(tmp_path, None, dtype=dtype)).items():
+        monkeypatch.setenv(name, value)
+    (line,) = (line for line in product_of_float32().splitlines() if "tt.dot" in line)
+    assert product in line
+    assert ("tf32" in line) == (dtype == "bfloat16")
+
+
+def multiply(left: tl.tensor, right: tl.tensor, out: tl.tensor) -> None:
+    place = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out + place, tl.dot(tl.load(left + place), tl.load(right + place)))
+
+
+def product_of_float32() -> str:
+    """Triton's intermediate code for an H100 of a product of two float32 matrices."""
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    options, context = backend.parse_options({}), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source = ASTSource(JITFunction(multiply), dict.fromkeys(("left", "right", "out"), "*fp32"))
+    functions = backend.get_codegen_implementation(options)
+    return str(source.make_ir(target, options, functions, backend.get_module_map(), context))
 
 
 def test_the_number_of_threads_is_the_configured_one(tmp_path: Path) -> None:
