@@ -31,7 +31,7 @@ from gspo.reward.sandbox.launch import ConfinementLevel
 from gspo.reward.sandbox.levels import find_agent_level
 from tests.support.sandbox_attacks import become_plain
 
-# The usual soft limit of a service; and the time in which a rollout has to end.
+# The usual soft limit of a service; and the time after which a rollout is ended.
 DESCRIPTORS, TIMEOUT_S, HEAVY_TIMEOUT_S = 1024, 3.0, 60.0
 BENIGN_EVERY_S, BENIGN_REWARD = 1.0, 0.25
 MEMORY_MB = 512
@@ -475,7 +475,9 @@ async def run(level_name: Literal["bubblewrap", "rlimits"], *, heavy: bool) -> d
                 outcomes["before"] = await _played(pool, LOOK)
                 for attack in attacks(level_name, heavy=heavy):
                     lost = asyncio.create_task(_lost_mib())
-                    outcome = await _played(pool, attack.body, HEAVY_TIMEOUT_S if heavy else TIMEOUT_S)
+                    # One that ends of itself may be slow on a machine with other work.
+                    is_cut_off = "timeout" in attack.outcome and not heavy
+                    outcome = await _played(pool, attack.body, TIMEOUT_S if is_cut_off else HEAVY_TIMEOUT_S)
                     lost.cancel()
                     after = outcomes["before"] if attack in WORDS else await _played(pool, LOOK)
                     outcomes["attacks"][attack.name] = {"outcome": outcome, "after": after, "lost_mib": await lost}

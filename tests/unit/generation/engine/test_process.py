@@ -95,9 +95,9 @@ def test_float32_on_a_gpu_is_whole_in_triton(
     assert ("tf32" in line) == (dtype == "bfloat16")
 
 
-def multiply(left: tl.tensor, right: tl.tensor, out: tl.tensor) -> None:
+def multiply(first: tl.tensor, second: tl.tensor, out: tl.tensor) -> None:
     place = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(out + place, tl.dot(tl.load(left + place), tl.load(right + place)))
+    tl.store(out + place, tl.dot(tl.load(first + place), tl.load(second + place)))
 
 
 def product_of_float32() -> str:
@@ -107,7 +107,7 @@ def product_of_float32() -> str:
     options, context = backend.parse_options({}), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    source = ASTSource(JITFunction(multiply), dict.fromkeys(("left", "right", "out"), "*fp32"))
+    source = ASTSource(JITFunction(multiply), dict.fromkeys(("first", "second", "out"), "*fp32"))
     functions = backend.get_codegen_implementation(options)
     return str(source.make_ir(target, options, functions, backend.get_module_map(), context))
 
