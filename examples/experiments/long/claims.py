@@ -1,117 +1,151 @@
-"""Claims about GSPO, each with the verdict of the results. Nothing here is written by hand but the claims."""
+"""Claims about GSPO, each with the verdict of the results. Nothing here is written by hand but the claims.
+
+A claim is that some differences have at least a bound. Each has a value on every counted seed, from runs of that seed
+alone. The interval of their mean over the seeds decides; on fewer than LEAST_SEEDS there is no verdict.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
-from statistics import fmean
-from typing import Any
+from statistics import fmean, stdev
 
 from benchmarks.harness.section import Record
-from examples.experiments.long.declared_runs import ARMS, CLIPS, DENOMINATORS, LAGS, LAST, RATES, ROUTINGS, last_reward
+from examples.experiments.long.declared_runs import ARMS, COUNTED_SEEDS, LAGS, LAST, SIGMAS, UPDATES, last_reward
 from examples.experiments.moe.comparison_run import COMPARED
 
-CONFIRMED, FAILED, UNTESTED, NOT_RUN = "confirmed", "not confirmed", "could not be tested", "not run yet"
-# A difference of mean rewards below this is none: two standard errors of 640 answers at a share of a half.
-NOISE = 0.04
-_MANY_TIMES, _COLLAPSE = 10.0, 0.5
-_UPDATES = 4  # of a batch, in the runs of the other experiments
+CONFIRMED, REFUTED, UNDECIDED, NO_VERDICT = "confirmed", "refuted", "undecided", "no verdict"
+LEAST_SEEDS = 3
+# A difference of rewards that matters: two runs of equal keys and seed were 0.04 apart.
+TOLERANCE = 0.05
+# Of Student's t, by the number of seeds: the two-sided 95 % of a mean.
+_T_95 = {3: 4.303, 4: 3.182, 5: 2.776}
+_MANY_TIMES, _COLLAPSE, _MOST_SHARED = 10.0, 0.5, 2.0
+_LEAST_SHARE = 1e-6  # of clipped tokens: about one in all answers of a run
 _LEARNT = 0.1  # rewards below are those of a model that cannot do the task, and compare nothing
 
 Results = Mapping[str, Record]
+# The runs of one kind by their counted seeds.
+Runs = Mapping[int, Record]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A part of a claim.
+
+    Attributes:
+        words: Its subject.
+        values: By seed; larger is in favour of the claim.
+        bound: Its mean has at least this if the claim is right.
+        shown: A value as the page shows it.
+    """
+
+    words: str
+    values: Mapping[int, float]
+    bound: float
+    shown: Callable[[float], str] = "{:+.3f}".format
+
+    @property
+    def mean(self) -> float | None:
+        """Over the seeds; None on fewer than LEAST_SEEDS."""
+        return fmean(self.values.values()) if len(self.values) >= LEAST_SEEDS else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the mean; None without it."""
+        if self.mean is None:
+            return None
+        half = _T_95[len(self.values)] * stdev(self.values.values()) / math.sqrt(len(self.values))
+        return self.mean - half, self.mean + half
+
+    @property
+    def verdict(self) -> str:
+        """Whether the whole interval is on one side of the bound."""
+        if not (interval := self.interval):
+            return NO_VERDICT
+        low, high = interval
+        return CONFIRMED if low >= self.bound else REFUTED if high < self.bound else UNDECIDED
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim with its verdict, and the figures behind it."""
+    """A claim, and the differences that decide it: all have to hold."""
 
     text: str
-    verdict: str
-    figures: str
+    differences: Sequence[Difference]
+
+    @property
+    def verdict(self) -> str:
+        """Refuted by one difference, and confirmed by all."""
+        verdicts = {difference.verdict for difference in self.differences}
+        return next(verdict for verdict in (REFUTED, NO_VERDICT, UNDECIDED, CONFIRMED) if verdict in verdicts)
 
 
 def claims(results: Results) -> list[Claim]:
     """Every claim, in the order of the experiments."""
     return [
-        *(_judged(text.format(arm=arm), judge, results, arm) for arm in ARMS for text, judge in _OF_ARM),
-        *(_judged(text, judge, results, "dense") for text, judge in _OTHERS),
+        *(Claim(text.format(arm=arm), differences(results, arm)) for arm in ARMS for text, differences in _OF_ARM),
+        *(Claim(text, differences(results)) for text, differences in _OTHERS),
     ]
 
 
-Judge = Callable[[Results, str], tuple[bool | None, str] | None]
+def verdicts(judged: Sequence[Claim]) -> Iterator[str]:
+    """How many claims have each verdict, in words."""
+    numbers = Counter(claim.verdict for claim in judged)
+    for verdict in (CONFIRMED, REFUTED, UNDECIDED, NO_VERDICT):
+        if numbers[verdict]:
+            yield f"{numbers[verdict]} {verdict}"
 
 
-def _judged(text: str, judge: Judge, results: Results, arm: str) -> Claim:
-    judged = judge(results, arm)
-    if judged is None:
-        return Claim(text, NOT_RUN, "-")
-    verdict = {True: CONFIRMED, False: FAILED, None: UNTESTED}[judged[0]]
-    return Claim(text, verdict, judged[1])
-
-
-def best_runs(results: Results, arm: str, algorithm: str) -> dict[int, Record]:
-    """Seed -> its run at the learning rate with the highest reward on seed 0."""
-    runs = [
-        run
-        for run in results.values()
-        if (run["experiment"], run["arm"], run["algorithm"]) == ("ratio", arm, algorithm)
-    ]
-    first = [run for run in runs if run["seed"] == 0]
-    if not first:
-        return {}
-    rate = max(first, key=last_reward)["learning_rate"]
-    return {run["seed"]: run for run in runs if run["learning_rate"] == rate}
-
-
-def _compared(results: Results, arm: str) -> tuple[list[list[Record]], str] | None:
-    """The best runs of both algorithms on the seeds that both have, and how much was compared."""
-    best = [best_runs(results, arm, algorithm) for algorithm in COMPARED]
-    seeds = set.intersection(*(set(runs) for runs in best))
-    if not seeds:
-        return None
-    num_rates = min(len(_rates(results, arm, algorithm)) for algorithm in COMPARED)
-    scope = f"seeds: {len(seeds)}, learning rates tried: {num_rates} of {len(RATES[arm])}"
-    return [[runs[seed] for seed in seeds] for runs in best], scope
-
-
-def _rates(results: Results, arm: str, algorithm: str) -> set[float]:
+def _runs(results: Results, experiment: str, algorithm: str = "gspo", arm: str = "dense", **facts: object) -> Runs:
+    """The runs of the counted seeds with these facts; a key that the algorithm lacks is None."""
+    facts = {"experiment": experiment, "algorithm": algorithm, "arm": arm, **facts}
     return {
-        run["learning_rate"]
+        run["seed"]: run
         for run in results.values()
-        if (run["experiment"], run["arm"], run["algorithm"], run["seed"]) == ("ratio", arm, algorithm, 0)
+        if run["seed"] in COUNTED_SEEDS
+        and all((run | run["algorithm_keys"]).get(name) == value for name, value in facts.items())
     }
 
 
-def _learns_at_least_as_fast(results: Results, arm: str) -> tuple[bool, str] | None:
-    if not (compared := _compared(results, arm)):
-        return None
-    (gspo, grpo), scope = compared
-    rewards = [fmean(map(last_reward, runs)) for runs in (gspo, grpo)]
-    words = ", ".join(
-        f"{name.upper()} {reward:.3f} at {runs[0]['learning_rate']:g}"
-        for name, reward, runs in zip(COMPARED, rewards, (gspo, grpo), strict=True)
+def _by_seed(figure: Callable[..., float], *kinds: Runs) -> dict[int, float]:
+    """A figure of the runs of each seed that all kinds have."""
+    seeds = sorted(set.intersection(*(set(runs) for runs in kinds)))
+    return {seed: figure(*(runs[seed] for runs in kinds)) for seed in seeds}
+
+
+def _rewards(words: str, more: Runs, less: Runs, bound: float = -TOLERANCE) -> Difference:
+    """How much more reward the first has at the end, on the seeds on which one of them learned the task."""
+    learnt = _by_seed(lambda *runs: max(map(last_reward, runs)), more, less)
+    values = _by_seed(lambda first, second: last_reward(first) - last_reward(second), more, less)
+    return Difference(words, {seed: value for seed, value in values.items() if learnt[seed] >= _LEARNT}, bound)
+
+
+def _learns_as_much(results: Results, arm: str) -> Sequence[Difference]:
+    gspo, grpo = (_runs(results, "ratio", algorithm, arm) for algorithm in COMPARED)
+    return (_rewards(f"reward of the last {LAST} steps, GSPO less GRPO", gspo, grpo),)
+
+
+def _clips_many_times_as_many(results: Results, arm: str) -> Sequence[Difference]:
+    def magnitudes(gspo: Record, grpo: Record) -> float:
+        shares = (fmean(run["series"]["clipped_tokens"]) for run in (gspo, grpo))
+        first, second = (math.log10(max(share, _LEAST_SHARE)) for share in shares)
+        return first - second
+
+    values = _by_seed(magnitudes, *(_runs(results, "ratio", algorithm, arm) for algorithm in COMPARED))
+    words = "clipped tokens, GSPO's as a multiple of GRPO's"
+    return (Difference(words, values, math.log10(_MANY_TIMES), lambda value: f"{10**value:.0f}"),)
+
+
+def _only_grpo_collapses(results: Results, arm: str) -> Sequence[Difference]:
+    gspo, grpo = (_runs(results, "ratio", algorithm, arm) for algorithm in COMPARED)
+    lost = _by_seed(lambda run: 1 - _end_over_best(run), grpo)
+    return (
+        Difference("share of its best reward that GRPO has lost at the end", lost, _COLLAPSE, "{:.2f}".format),
+        Difference("share that GSPO still has", _by_seed(_end_over_best, gspo), _COLLAPSE, "{:.2f}".format),
     )
-    return rewards[0] >= rewards[1] - NOISE, f"reward of the last {LAST} steps: {words} ({scope})"
-
-
-def _clips_many_times_as_many(results: Results, arm: str) -> tuple[bool, str] | None:
-    if not (compared := _compared(results, arm)):
-        return None
-    runs, scope = compared
-    gspo, grpo = (fmean(fmean(run["series"]["clipped_tokens"]) for run in of_one) for of_one in runs)
-    return gspo >= _MANY_TIMES * grpo, f"clipped tokens: GSPO {gspo:.2%}, GRPO {grpo:.2%} ({scope})"
-
-
-def _only_grpo_collapses(results: Results, arm: str) -> tuple[bool, str] | None:
-    if not (compared := _compared(results, arm)):
-        return None
-    runs, scope = compared
-    gspo, grpo = ([_end_over_best(run) for run in of_one] for of_one in runs)
-    words = f"last reward over the best before: GSPO {min(gspo):.2f}, GRPO {min(grpo):.2f} ({scope})"
-    return min(gspo) >= _COLLAPSE > min(grpo), words
 
 
 def _end_over_best(run: Record) -> float:
@@ -120,148 +154,96 @@ def _end_over_best(run: Record) -> float:
     return last_reward(run) / best if best else math.nan
 
 
-def _averages_noise(results: Results, arm: str) -> tuple[bool, str] | None:
-    measured = best_runs(results, arm, "gspo").get(0, {}).get("mismatch")
-    if not measured:
-        return None
-    longest = measured[-1]
-    factor = longest["sequence"] / longest["token"] * longest["tokens"] ** 0.5
-    falls = all(after["sequence"] < before["sequence"] for before, after in pairwise(measured))
-    words = (
-        f"at {longest['tokens']} tokens: {longest['sequence']:.2e} of a sequence, {longest['token']:.2e} of a token, "
-        f"{factor:.2f} times what independent tokens would have; it {'falls' if falls else 'does not fall'} with each "
-        "doubling of the length"
+def _averages_noise(results: Results, arm: str) -> Sequence[Difference]:
+    def averaged(run: Record) -> float:
+        longest = run["mismatch"][-1]
+        return float(longest["token"] / longest["sequence"] / longest["tokens"] ** 0.5)
+
+    measured = {seed: run for seed, run in _runs(results, "ratio", arm=arm).items() if run.get("mismatch")}
+    words = "spread of independent tokens' mean, as a multiple of the sequence's"
+    return (Difference(words, _by_seed(averaged, measured), 1 / _MOST_SHARED, "{:.2f}".format),)
+
+
+def _gspo_token_is_alike(results: Results) -> Sequence[Difference]:
+    by_sequence, by_token = (_runs(results, "ratio", algorithm) for algorithm in ("gspo", "gspo_token"))
+    return (
+        _rewards("reward, GSPO less GSPO-token", by_sequence, by_token),
+        _rewards("GSPO-token less GSPO", by_token, by_sequence),
     )
-    return falls and factor < 2, words
 
 
-def _gspo_token_is_alike(results: Results, arm: str) -> tuple[bool, str] | None:
-    by_token = [run for run in results.values() if run["algorithm"] == "gspo_token" and run["arm"] == arm]
-    same = best_runs(results, arm, "gspo").get(by_token[0]["seed"]) if by_token else None
-    if not same:
-        return None
-    rewards = last_reward(same), last_reward(by_token[0])
-    return abs(
-        rewards[0] - rewards[1]
-    ) < NOISE, f"reward: GSPO {rewards[0]:.3f}, GSPO-token {rewards[1]:.3f} (one seed)"
+def _noise_costs_less(results: Results) -> Sequence[Difference]:
+    def saved(gspo: Record, noisy_gspo: Record, grpo: Record, noisy_grpo: Record) -> float:
+        return last_reward(grpo) - last_reward(noisy_grpo) - (last_reward(gspo) - last_reward(noisy_gspo))
+
+    sigma = max(SIGMAS)
+    kinds = [
+        _runs(results, experiment, algorithm, sigma=noise)
+        for algorithm in COMPARED
+        for experiment, noise in (("ratio", 0.0), ("noise", sigma))
+    ]
+    words = f"reward lost at sigma {sigma:g}, GRPO's less GSPO's"
+    return (Difference(words, _by_seed(saved, *kinds), -TOLERANCE),)
 
 
-def _noise_costs_less(results: Results, arm: str) -> tuple[bool, str] | None:
-    runs = _by_seed(results, "noise", lambda run: (run["sigma"], run["algorithm"]))
-    sigmas = sorted({sigma for sigma, _ in runs}, reverse=True)
-    for name in COMPARED:
-        runs[0.0, name] = best_runs(results, arm, name)
-    for sigma in sigmas:
-        compared = _at_equal_seeds(runs, [(noise, name) for name in COMPARED for noise in (0.0, sigma)])
-        if compared:
-            (gspo, noisy_gspo, grpo, noisy_grpo), num_seeds = compared
-            lost = gspo - noisy_gspo, grpo - noisy_grpo
-            words = f"reward lost at sigma {sigma:g}: GSPO {lost[0]:.3f}, GRPO {lost[1]:.3f} (seeds: {num_seeds})"
-            return lost[0] <= lost[1] + NOISE, words
-    return None
+def _engine_log_probs_will_do(results: Results) -> Sequence[Difference]:
+    # Without a lag and with the engine's log-probs, a run is that of the ratios.
+    engine = {lag: _runs(results, "lag", max_lag=lag, old_logprobs="inference") for lag in LAGS}
+    engine[0] = _runs(results, "ratio")
+    return [
+        _rewards(
+            f"reward at lag {lag}, the engine's less recomputed ones",
+            engine[lag],
+            _runs(results, "lag", max_lag=lag, old_logprobs="recompute"),
+        )
+        for lag in LAGS
+    ]
 
 
-def _engine_log_probs_will_do(results: Results, arm: str) -> tuple[bool, str] | None:
-    runs = _by_seed(results, "lag", lambda run: (run["max_lag"], run["algorithm_keys"]["old_logprobs"]))
-    runs[0, "inference"] = best_runs(results, arm, "gspo") | runs.get((0, "inference"), {})
-    pairs = {lag: _at_equal_seeds(runs, [(lag, name) for name in DENOMINATORS]) for lag in LAGS}
-    both = {lag: compared for lag, compared in pairs.items() if compared}
-    if not both:
-        return None
-    words = ", ".join(
-        f"lag {lag}: {engine:.3f} and {recomputed:.3f} (seeds: {num_seeds})"
-        for lag, ((engine, recomputed), num_seeds) in both.items()
+def _more_updates_do_no_harm(results: Results) -> Sequence[Difference]:
+    least, most = (_runs(results, "updates", num_mini_batches=number) for number in (min(UPDATES), max(UPDATES)))
+    return (_rewards(f"reward, {max(UPDATES)} updates of a batch less {min(UPDATES)}", most, least),)
+
+
+def _only_grpo_needs_routing_replay(results: Results, experiment: str = "routing") -> Sequence[Difference]:
+    def runs(algorithm: str, routing: str) -> Runs:
+        return _runs(results, experiment, algorithm, "mixture", routing_replay=routing)
+
+    gspo, grpo = ((runs(algorithm, "none"), runs(algorithm, "learner")) for algorithm in COMPARED)
+    return (
+        _rewards("reward, GRPO with replay less without", grpo[1], grpo[0], TOLERANCE),
+        _rewards("GSPO without less with", *gspo),
     )
-    holds = all(engine >= recomputed - NOISE for (engine, recomputed), _ in both.values())
-    return holds, f"reward with the engine's and with recomputed log-probs: {words}"
 
 
-def _more_updates_do_no_harm(results: Results, arm: str) -> tuple[bool, str] | None:
-    rewards = {
-        run["algorithm_keys"]["num_mini_batches"]: last_reward(run)
-        for run in results.values()
-        if run["experiment"] == "updates" and run["algorithm"] == "gspo"
-    }
-    if len(rewards) < 2:
-        return None
-    if other := best_runs(results, arm, "gspo").get(0):
-        rewards[_UPDATES] = last_reward(other)
-    words = ", ".join(f"{updates}: {reward:.3f}" for updates, reward in sorted(rewards.items()))
-    return rewards[max(rewards)] >= rewards[min(rewards)] - NOISE, f"reward by updates of a batch: {words} (one seed)"
-
-
-def _only_grpo_needs_routing_replay(
-    results: Results, _arm: str, experiment: str = "routing"
-) -> tuple[bool, str] | None:
-    runs = _by_seed(results, experiment, lambda run: (run["algorithm"], run["algorithm_keys"]["routing_replay"]))
-    if not (compared := _at_equal_seeds(runs, [(name, routing) for name in COMPARED for routing in ROUTINGS])):
-        return None
-    (gspo, gspo_replayed, grpo, grpo_replayed), num_seeds = compared
-    words = (
-        f"reward without and with it: GSPO {gspo:.3f} and {gspo_replayed:.3f}, GRPO {grpo:.3f} and {grpo_replayed:.3f} "
-        f"(seeds: {num_seeds})"
+def _bfloat16_does_no_harm(results: Results) -> Sequence[Difference]:
+    less, more = (
+        _runs(results, experiment, arm="mixture", routing_replay="none") for experiment in ("routing", "bfloat16")
     )
-    return grpo_replayed > grpo + NOISE and gspo_replayed <= gspo + NOISE, words
+    return (_rewards("reward with recomputed log-probs, bfloat16 less float32", more, less),)
 
 
-def _bfloat16_does_no_harm(results: Results, _arm: str) -> tuple[bool, str] | None:
-    names = {"float32": "routing-none-gspo-s0", "bfloat16": "bfloat16-none-gspo"}
-    if not all(name in results for name in names.values()):
-        return None
-    rewards = {dtype: last_reward(results[name]) for dtype, name in names.items()}
-    words = ", ".join(f"{dtype} {reward:.3f}" for dtype, reward in rewards.items())
-    return rewards["bfloat16"] >= rewards["float32"] - NOISE, f"reward: {words} (one seed, recomputed log-probs)"
+def _scaled_clip_learns_as_much(results: Results) -> Sequence[Difference]:
+    fixed, scaled = (_runs(results, "clip", pg_clip_reference_length=length) for length in (None, 245))
+    return (_rewards("reward, scaled less fixed", scaled, fixed),)
 
 
-def _scaled_clip_learns_as_much(results: Results, _arm: str) -> tuple[bool | None, str] | None:
-    runs = _by_seed(results, "clip", lambda run: "scaled" if run["algorithm_keys"] else "fixed")
-    if not (compared := _at_equal_seeds(runs, list(CLIPS))):
-        return None
-    (fixed, scaled), num_seeds = compared
-    words = f"reward: fixed {fixed:.3f}, scaled {scaled:.3f} (seeds: {num_seeds})"
-    if max(fixed, scaled) < _LEARNT:
-        return None, f"{words}: neither learned the task"
-    return scaled >= fixed - NOISE, words
-
-
-def _by_seed(results: Results, experiment: str, kind: Callable[[Record], Any]) -> dict[Any, dict[int, Record]]:
-    """The runs of an experiment, by kind and seed."""
-    runs: dict[Any, dict[int, Record]] = {}
-    for run in results.values():
-        if run["experiment"] == experiment:
-            runs.setdefault(kind(run), {})[run["seed"]] = run
-    return runs
-
-
-def _at_equal_seeds(runs: Mapping[Any, Mapping[int, Record]], kinds: list[Any]) -> tuple[list[float], int] | None:
-    """Mean last reward of each kind over the seeds that all have, and the number of these seeds."""
-    seeds = set.intersection(*(set(runs.get(kind, {})) for kind in kinds))
-    return ([fmean(last_reward(runs[kind][seed]) for seed in seeds) for kind in kinds], len(seeds)) if seeds else None
-
-
-_OF_ARM: tuple[tuple[str, Judge], ...] = (
-    ("GSPO learns at least as much as GRPO in equal steps ({arm})", _learns_at_least_as_fast),
+_OF_ARM: tuple[tuple[str, Callable[[Results, str], Sequence[Difference]]], ...] = (
+    ("GSPO learns at least as much as GRPO in equal steps ({arm})", _learns_as_much),
     (f"GSPO clips at least {_MANY_TIMES:.0f} times as many tokens ({{arm}})", _clips_many_times_as_many),
     ("GRPO collapses and GSPO does not ({arm})", _only_grpo_collapses),
     ("A sequence's ratio averages the engine's mismatch over its tokens ({arm})", _averages_noise),
 )
-_OTHERS: tuple[tuple[str, Judge], ...] = (
-    ("GSPO-token learns as GSPO does", _gspo_token_is_alike),
-    ("Noise on the engine's log-probs costs GSPO no more than GRPO", _noise_costs_less),
-    ("GSPO does without recomputed log-probs", _engine_log_probs_will_do),
-    ("More updates of a batch do GSPO no harm", _more_updates_do_no_harm),
+_OTHERS: tuple[tuple[str, Callable[[Results], Sequence[Difference]]], ...] = (
     ("Routing replay helps GRPO on a mixture, and GSPO needs none", _only_grpo_needs_routing_replay),
+    ("GSPO does without recomputed log-probs", _engine_log_probs_will_do),
+    ("A clip scaled by length learns at least as much as a fixed one", _scaled_clip_learns_as_much),
+    ("Noise on the engine's log-probs costs GSPO no more than GRPO", _noise_costs_less),
+    ("More updates of a batch do GSPO no harm", _more_updates_do_no_harm),
+    ("GSPO-token learns as GSPO does", _gspo_token_is_alike),
     (
-        "The same with both engines in bfloat16",
-        partial(_only_grpo_needs_routing_replay, experiment="bfloat16"),
+        "Routing replay helps GRPO on a mixture, and GSPO needs none, with both engines in bfloat16",
+        lambda results: _only_grpo_needs_routing_replay(results, "bfloat16"),
     ),
     ("GSPO on a mixture learns as much with a learner in bfloat16 as in float32", _bfloat16_does_no_harm),
-    ("A clip scaled by length learns at least as much as a fixed one", _scaled_clip_learns_as_much),
 )
-
-
-def verdicts(judged: list[Claim]) -> Iterator[str]:
-    """How many claims have each verdict, in words."""
-    for verdict in (CONFIRMED, FAILED, UNTESTED, NOT_RUN):
-        if number := sum(claim.verdict == verdict for claim in judged):
-            yield f"{number} {verdict}"

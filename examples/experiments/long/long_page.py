@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -18,8 +18,15 @@ from benchmarks.harness.page import write_below
 from benchmarks.harness.plots import panels
 from benchmarks.harness.section import Record
 from benchmarks.harness.tables import table
-from examples.experiments.long.claims import claims, verdicts
-from examples.experiments.long.declared_runs import LAST, Scale, declared_runs, last_reward
+from examples.experiments.long.claims import LEAST_SEEDS, TOLERANCE, Claim, claims, verdicts
+from examples.experiments.long.declared_runs import (
+    COUNTED_SEEDS,
+    LAST,
+    TUNING_SEED,
+    Scale,
+    declared_runs,
+    last_reward,
+)
 from examples.experiments.moe.comparison_run import COMPARED
 from gspo.common.telemetry.clip_causes import ClipCauses, clip_causes
 from gspo.view.picture.curves import BLUE, ORANGE
@@ -38,8 +45,11 @@ answers to each of 64 problems.
 `max_lag: 0` and `old_logprobs: inference`, unless the name of a run says otherwise. The runs `lag-*-recompute`, \
 `routing-*` and `bfloat16-*` have `recompute` with `behavior_correction: truncate`.
 - GSPO has the clip 3e-4 / 4e-4 of its sequence's ratio, GRPO 0.2 / 0.27 of each token's (arXiv 2507.18071).
-- A claim of rewards allows a difference of 0.04, two standard errors of a mean of 640 answers. Runs of other seeds \
-differ by more than their answers do, so a claim on one seed is weak.
+- Each learning rate was chosen on seed {tuning_seed}, by the reward of the last {last} steps. So no claim counts this \
+seed, and its runs stand in the tables alone.
+- A claim has a verdict on {least_seeds} seeds or more, of {counted}. It is confirmed or refuted if the whole 95 % \
+interval of the mean over these seeds (Student's t) is on one side of the bound, and undecided otherwise.
+- A difference of rewards below {tolerance:g} counts as none. Two runs of equal keys and seed were 0.04 apart.
 - With a lag, few steps measure the mismatch.
 - {times}
 """
@@ -61,11 +71,7 @@ def _render(results: Mapping[str, Record], scale: Scale, page: Path, plot: Path)
     judged = claims(results)
     paragraphs = [
         f"Of {len(judged)} claims: {', '.join(verdicts(judged))}.",
-        table(
-            ("claim", [claim.text for claim in judged], ""),
-            ("verdict", [claim.verdict for claim in judged], ""),
-            ("figures", [claim.figures for claim in judged], ""),
-        ),
+        _claim_table(judged),
     ]
     if not results:
         return "\n\n".join(paragraphs)
@@ -81,12 +87,40 @@ def _render(results: Mapping[str, Record], scale: Scale, page: Path, plot: Path)
     return "\n\n".join(paragraphs)
 
 
+def _claim_table(judged: Sequence[Claim]) -> str:
+    """A row for each difference; a claim stands at its first one."""
+    differences = [difference for claim in judged for difference in claim.differences]
+    # The first row of each claim.
+    heads = [claim if number == 0 else None for claim in judged for number in range(len(claim.differences))]
+
+    def column(values: Iterable[float | None]) -> list[str]:
+        pairs = zip(differences, values, strict=True)
+        return ["-" if value is None else difference.shown(value) for difference, value in pairs]
+
+    intervals = [it.interval for it in differences]
+    return table(
+        ("claim", [claim.text if claim else "" for claim in heads], ""),
+        ("verdict", [claim.verdict if claim else "" for claim in heads], ""),
+        ("figure", [it.words for it in differences], ""),
+        ("at least", column(it.bound for it in differences), ""),
+        *((f"seed {seed}", column(it.values.get(seed) for it in differences), "") for seed in COUNTED_SEEDS),
+        ("mean", column(it.mean for it in differences), ""),
+        ("95 % from", column(interval and interval[0] for interval in intervals), ""),
+        ("to", column(interval and interval[1] for interval in intervals), ""),
+    )
+
+
 def _method(results: Mapping[str, Record], scale: Scale, page: Path) -> str:
     newest = max(results.values(), key=lambda run: float(run["measured_unix_s"]))
     busy = max(run["busy_share"] for run in results.values())
     return _METHOD.strip().format(
         done=len(results),
         declared=len(declared_runs()),
+        tuning_seed=TUNING_SEED,
+        counted=", ".join(map(str, COUNTED_SEEDS)),
+        least_seeds=LEAST_SEEDS,
+        tolerance=TOLERANCE,
+        last=LAST,
         date=time.strftime("%Y-%m-%d", time.gmtime(newest["measured_unix_s"])),
         processor=_processors(results),
         cores=newest["machine"]["cores"],

@@ -22,11 +22,14 @@ from examples.experiments.moe.comparison_run import (
     run_record,
     trained,
 )
+from gspo.common.telemetry.advice import RULES
+from gspo.common.telemetry.findings import HELD_OUT, HELD_OUT_ERROR
 
 EXAMPLE = "long"
 _PARTS = ("at_start", "at_end", "noise", "lag", "movement")
 _CAUSES = (*(f"outside_clip_{part}" for part in _PARTS), "noise_clip")
-_FIGURES = (*FIGURES, *_CAUSES, "tokens", "response_tokens_mean")
+_JUDGED = {name for rule in RULES for name in rule.figures} - {HELD_OUT, HELD_OUT_ERROR}  # by findings of a run
+_FIGURES = tuple(dict.fromkeys((*FIGURES, *_CAUSES, "tokens", "response_tokens_mean", *sorted(_JUDGED))))
 _RUN_S, _CHILD_S, _COLD_START_S = 4 * 3600.0, 600.0, 2 * 3600.0
 _EVALUATE_EVERY = 20
 _MISMATCH_EVERY = 8  # steps; without a lag, every step measures it
@@ -63,7 +66,7 @@ def measured_long_run(name: str, run: LongRun, scale: Scale, results: Mapping[st
         **run_record(run_dir, _FIGURES),
         "seconds": [line["unix_s"] - lines[0]["unix_s"] for line in lines],
     }
-    if run.experiment == "ratio" and run.seed == 0:
+    if run.experiment == "ratio":
         arguments = {"run_dir": str(run_dir), "model": str(cold_start / "model")}
         record["mismatch"] = run_child(
             "examples.experiments.long.answer_lengths.mismatch", arguments, timeout_s=_CHILD_S

@@ -20,8 +20,8 @@ from gspo.common.streams.entries import word_of
 from gspo.common.telemetry import metrics
 from gspo.common.telemetry.advice import findings, rules_of
 from gspo.common.telemetry.findings import Finding, RecentSteps
-from gspo.common.telemetry.first_answers import FIRST_ANSWERS, first_answers
-from gspo.coordinator.data.prompt_checks import FAULTS, scores_finding
+from gspo.common.telemetry.first_answers import FIRST_ANSWERS, first_answers, scores_finding
+from gspo.coordinator.data.prompt_checks import FAULTS
 from gspo.coordinator.ending import Ending
 from gspo.coordinator.evaluation.scheduler import EvaluationScheduler
 from gspo.coordinator.feed import EventFeed, LearnerProgress

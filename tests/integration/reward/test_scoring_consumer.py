@@ -15,7 +15,7 @@ from gspo.common.streams.events import Events
 from gspo.common.streams.inbox import Inbox, append
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry import metrics
-from gspo.coordinator.data.prompt_checks import scores_finding
+from gspo.common.telemetry.first_answers import scores_finding
 from gspo.reward.scoring.consumer import ScoringConsumer
 from gspo.reward.scoring.repeated_scores import NUM_REPEATED
 from gspo.reward.scoring.scorer import open_scorer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import yaml
 from benchmarks.harness import example
 from benchmarks.harness.child_process import MeasurementError
 from benchmarks.harness.kept_runs import KeptRuns, chosen_names
-from examples.experiments.long.claims import NOT_RUN, UNTESTED, claims
-from examples.experiments.long.declared_runs import SCALES, Scale, best_rate, declared_runs, grid_name
+from examples.experiments.long.claims import CONFIRMED, NO_VERDICT, REFUTED, UNDECIDED, Claim, claims
+from examples.experiments.long.declared_runs import COUNTED_SEEDS, SCALES, Scale, best_rate, declared_runs, grid_name
 from examples.experiments.long.long_page import write_page
 from examples.experiments.long.measured_run import sections
 from examples.experiments.long.noisy_run import with_noise
 from gspo.common.config.loading import parse_config
+from gspo.common.telemetry.findings import RecentSteps, findings_of_run
+from gspo.common.telemetry.learning_rules import LEARNING_RULES
+from tests.support.repository.source_files import ROOT
 
 
 def result(algorithm: str, reward: float, **facts: Any) -> dict[str, Any]:
@@ -44,154 +48,156 @@ def result(algorithm: str, reward: float, **facts: Any) -> dict[str, Any]:
     }
 
 
-def verdict(results: dict[str, Any], start: str) -> str:
+def on_seeds(name: str, rewards: Sequence[float], algorithm: str = "gspo", **facts: Any) -> dict[str, Any]:
+    """Runs on the counted seeds, one for each reward."""
+    return {
+        f"{name}-s{seed}": result(algorithm, reward, seed=seed, **facts)
+        for seed, reward in zip(COUNTED_SEEDS, rewards, strict=False)
+    }
+
+
+def judged(results: dict[str, Any], start: str) -> Claim:
     (claim,) = (claim for claim in claims(results) if claim.text.startswith(start))
-    return claim.verdict
+    return claim
+
+
+LEARNS = "GSPO learns at least as much as GRPO in equal steps (dense)"
 
 
 def test_without_results_no_claim_has_a_verdict() -> None:
-    assert {claim.verdict for claim in claims({})} == {NOT_RUN}
-    assert {claim.figures for claim in claims({}) if claim.verdict == NOT_RUN} == {"-"}
+    assert {claim.verdict for claim in claims({})} == {NO_VERDICT}
 
 
-@pytest.mark.parametrize(("gspo", "expected"), [(0.60, "confirmed"), (0.57, "confirmed"), (0.55, "not confirmed")])
-def test_rewards_are_compared_up_to_two_standard_errors(gspo: float, expected: str) -> None:
-    results = {"a": result("gspo", gspo), "b": result("grpo", 0.6)}
-    assert verdict(results, "GSPO learns at least as much as GRPO in equal steps (dense)") == expected
-    assert verdict(results, "GSPO learns at least as much as GRPO in equal steps (mixture)") == NOT_RUN
+@pytest.mark.parametrize(
+    ("gspo", "expected", "interval"),
+    [
+        ((0.6, 0.6), NO_VERDICT, None),
+        ((0.6, 0.6, 0.6), CONFIRMED, (0.0, 0.0)),
+        # The standard deviation is 0.01, so half of the interval is 4.303 * 0.01 / sqrt(3) = 0.0248.
+        ((0.59, 0.60, 0.58), CONFIRMED, (-0.0348, 0.0148)),
+        ((0.56, 0.57, 0.55), UNDECIDED, (-0.0648, -0.0152)),
+        ((0.50, 0.51, 0.49), REFUTED, (-0.1248, -0.0752)),
+    ],
+)
+def test_an_interval_over_three_seeds_decides(
+    gspo: tuple[float, ...], expected: str, interval: tuple[float, float] | None
+) -> None:
+    claim = judged(on_seeds("gspo", gspo) | on_seeds("grpo", [0.6] * 3, "grpo"), LEARNS)
+    assert claim.verdict == expected
+    assert claim.differences[0].interval == (interval and pytest.approx(interval, abs=1e-4))
 
 
-def test_each_algorithm_is_compared_at_its_best_learning_rate() -> None:
-    results = {
-        "a": result("gspo", 0.9, learning_rate=3e-4),
-        "b": result("gspo", 0.1),
-        "c": result("grpo", 0.7),
-        "d": result("grpo", 0.2, learning_rate=3e-4),
-    }
-    (claim, *_) = claims(results)
-    assert "GSPO 0.900 at 0.0003, GRPO 0.700 at 0.0001 (seeds: 1, learning rates tried: 2 of 3)" in claim.figures
+def test_the_seed_that_chose_the_learning_rates_counts_for_nothing() -> None:
+    results = on_seeds("gspo", [0.6, 0.6]) | on_seeds("grpo", [0.6] * 3, "grpo")
+    assert judged(results | {"gspo-s0": result("gspo", 0.6)}, LEARNS).verdict == NO_VERDICT
 
 
 def test_a_collapse_is_a_reward_below_half_of_the_best_before() -> None:
-    stable, collapsed = result("gspo", 0.8), result("grpo", 0.8)
-    results = {"a": stable, "b": collapsed}
-    assert verdict(results, "GRPO collapses and GSPO does not (dense)") == "not confirmed"
-    stable["series"]["reward_mean"] = [0.8] * 30
-    collapsed["series"]["reward_mean"] = [0.8] * 20 + [0.3] * 10
-    assert verdict(results, "GRPO collapses and GSPO does not (dense)") == "confirmed"
+    results = on_seeds("gspo", [0.8] * 3) | on_seeds("grpo", [0.8] * 3, "grpo")
+    start = "GRPO collapses and GSPO does not (dense)"
+    assert judged(results, start).verdict == REFUTED
+    for run in results.values():
+        run["series"]["reward_mean"] = [0.8] * 20 + [0.3 if run["algorithm"] == "grpo" else 0.8] * 10
+    assert judged(results, start).verdict == CONFIRMED
+
+
+def test_clipped_tokens_are_compared_by_their_magnitude() -> None:
+    results = on_seeds("gspo", [0.8] * 3) | on_seeds("grpo", [0.8] * 3, "grpo")
+    claim = judged(results, "GSPO clips at least 10 times as many tokens (dense)")
+    (difference,) = claim.differences
+    assert (claim.verdict, difference.shown(difference.bound)) == (CONFIRMED, "10")
+    assert [difference.shown(value) for value in difference.values.values()] == ["50"] * 3
 
 
 def test_a_sequence_averages_noise_where_its_spread_falls_like_that_of_independent_tokens() -> None:
     independent = [{"tokens": n, "answers": 9, "token": 0.1, "sequence": 0.1 / n**0.5} for n in (4, 16, 64)]
     equal = [row | {"sequence": 0.1} for row in independent]
     start = "A sequence's ratio averages the engine's mismatch over its tokens (dense)"
-    assert verdict({"a": result("gspo", 0.5, mismatch=independent)}, start) == "confirmed"
-    assert verdict({"a": result("gspo", 0.5, mismatch=equal)}, start) == "not confirmed"
+    assert judged(on_seeds("gspo", [0.5] * 3, mismatch=independent), start).verdict == CONFIRMED
+    assert judged(on_seeds("gspo", [0.5] * 3, mismatch=equal), start).verdict == REFUTED
 
 
-def test_noise_is_judged_at_the_largest_sigma_that_both_have() -> None:
-    results = {"a": result("gspo", 0.8), "b": result("grpo", 0.8)}
+def test_noise_is_judged_at_the_largest_sigma_by_what_each_algorithm_loses() -> None:
+    results = on_seeds("gspo", [0.8] * 3) | on_seeds("grpo", [0.8] * 3, "grpo")
     start = "Noise on the engine's log-probs"
-    assert verdict(results, start) == NOT_RUN
-    for sigma, reward in ((0.01, 0.2), (0.1, 0.75)):
-        results[f"gspo-{sigma}"] = result("gspo", reward, experiment="noise", sigma=sigma)
-        results[f"grpo-{sigma}"] = result("grpo", 0.5, experiment="noise", sigma=sigma)
-    assert verdict(results, start) == "confirmed"
-    # A second seed counts where the runs without noise have it too.
-    results["gspo-0.1-s1"] = result("gspo", 0.2, experiment="noise", sigma=0.1, seed=1)
-    results["grpo-0.1-s1"] = result("grpo", 0.8, experiment="noise", sigma=0.1, seed=1)
-    assert verdict(results, start) == "confirmed"
-    results |= {"a1": result("gspo", 0.8, seed=1), "b1": result("grpo", 0.8, seed=1)}
-    assert verdict(results, start) == "not confirmed"
-    del results["grpo-0.1"], results["grpo-0.1-s1"]
-    assert verdict(results, start) == "not confirmed"
+    assert judged(results, start).verdict == NO_VERDICT
+    for sigma, reward in ((0.03, 0.2), (0.1, 0.75)):
+        results |= on_seeds(f"gspo-{sigma}", [reward] * 3, experiment="noise", sigma=sigma)
+        results |= on_seeds(f"grpo-{sigma}", [0.5] * 3, "grpo", experiment="noise", sigma=sigma)
+    assert judged(results, start).differences[0].mean == pytest.approx(0.25)
+    assert judged(results, start).verdict == CONFIRMED
 
 
-def test_updates_of_a_batch_are_compared_with_the_four_of_the_other_runs() -> None:
-    updates = {
-        f"updates-{number}-gspo": result(
-            "gspo", reward, experiment="updates", algorithm_keys={"num_mini_batches": number}
-        )
-        for number, reward in ((1, 0.5), (8, 0.7))
-    }
-    results = updates | {"a": result("gspo", 0.65), "b": result("gspo", 0.9, seed=1)}
-    (claim,) = (claim for claim in claims(results) if claim.text.startswith("More updates"))
-    assert claim.verdict == "confirmed"
-    assert claim.figures == "reward by updates of a batch: 1: 0.500, 4: 0.650, 8: 0.700 (one seed)"
+def test_updates_of_a_batch_are_compared_from_the_fewest_to_the_most() -> None:
+    results: dict[str, Any] = {}
+    for number, reward in ((1, 0.7), (2, 0.1), (8, 0.5)):
+        keys = {"num_mini_batches": number}
+        results |= on_seeds(f"updates-{number}", [reward] * 3, experiment="updates", algorithm_keys=keys)
+    claim = judged(results, "More updates")
+    assert claim.verdict == REFUTED
+    assert claim.differences[0].mean == pytest.approx(-0.2)
 
 
-@pytest.mark.parametrize(("second", "expected"), [(0.6, "confirmed"), (0.4, "not confirmed")])
-def test_the_engines_log_probs_are_judged_at_each_lag_over_the_seeds_that_both_have(
-    second: float, expected: str
-) -> None:
-    rewards = {(0, "inference"): 0.6, (0, "recompute"): 0.6, (4, "inference"): second, (4, "recompute"): 0.6}
-    results = {
-        f"{lag}-{name}-{seed}": result(
-            "gspo", reward, experiment="lag", seed=seed, max_lag=lag, algorithm_keys={"old_logprobs": name}
-        )
-        for (lag, name), reward in rewards.items()
-        for seed in (0, 1)
-    }
+def test_the_engines_log_probs_are_judged_at_each_lag() -> None:
+    def runs(lag: int, name: str, rewards: list[float]) -> dict[str, Any]:
+        keys = {"old_logprobs": name}
+        return on_seeds(f"{lag}-{name}", rewards, experiment="lag", max_lag=lag, algorithm_keys=keys)
+
+    # Without a lag, the runs of the ratios stand for those of the engine's log-probs.
+    results = on_seeds("dense-gspo-best", [0.6] * 3) | runs(0, "inference", [0.1] * 3)
+    for lag in (1, 4):
+        results |= runs(lag, "inference", [0.6] * 3)
+    for lag in (0, 1, 4):
+        results |= runs(lag, "recompute", [0.6] * 3)
     start = "GSPO does without recomputed log-probs"
-    assert verdict(results, start) == expected
-    del results["4-recompute-0"], results["4-inference-1"]
-    assert verdict(results, start) == "confirmed"
-    # Without a lag, the run of the ratios stands for one of the engine's log-probs.
-    del results["0-inference-1"]
-    results |= {"dense-gspo-0.0001-s0": result("gspo", 0.6), "dense-gspo-best-s1": result("gspo", 0.1, seed=1)}
-    assert verdict(results, start) == "not confirmed"
+    assert judged(results, start).verdict == CONFIRMED
+    assert judged(results | runs(4, "inference", [0.4] * 3), start).verdict == REFUTED
+    del results["1-recompute-s3"]
+    assert judged(results, start).verdict == NO_VERDICT
+    # A part that is refuted decides, whether the others have their seeds or not.
+    assert judged(results | runs(4, "inference", [0.4] * 3), start).verdict == REFUTED
 
 
-def test_routing_replay_is_judged_over_the_seeds_that_all_four_kinds_have() -> None:
+@pytest.mark.parametrize(
+    ("start", "experiment"),
+    [
+        ("Routing replay helps GRPO on a mixture, and GSPO needs none", "routing"),
+        ("Routing replay helps GRPO on a mixture, and GSPO needs none, with both engines in bfloat16", "bfloat16"),
+    ],
+)
+def test_routing_replay_is_to_help_one_algorithm_and_not_the_other(start: str, experiment: str) -> None:
     rewards = {("gspo", "none"): 0.8, ("gspo", "learner"): 0.82, ("grpo", "none"): 0.5, ("grpo", "learner"): 0.7}
-    results = {
-        f"{algorithm}-{routing}-{seed}": result(
-            algorithm,
-            reward,
-            experiment="routing",
-            arm="mixture",
-            seed=seed,
-            algorithm_keys={"routing_replay": routing},
-        )
-        for (algorithm, routing), reward in rewards.items()
-        for seed in (0, 1)
-    }
-    start = "Routing replay helps GRPO"
-    assert verdict(results, start) == "confirmed"
-    results["grpo-learner-1"]["series"]["reward_mean"] = [0.1] * 12
-    assert verdict(results, start) == "not confirmed"
-    del results["gspo-none-1"]
-    assert verdict(results, start) == "confirmed"
-    del results["gspo-learner-0"]
-    assert verdict(results, start) == NOT_RUN
+    results: dict[str, Any] = {}
+    for (algorithm, routing), reward in rewards.items():
+        facts = {"experiment": experiment, "arm": "mixture", "algorithm_keys": {"routing_replay": routing}}
+        results |= on_seeds(f"{algorithm}-{routing}", [reward] * 3, algorithm, **facts)
+    (verdict,) = (claim.verdict for claim in claims(results) if claim.text == start)
+    assert verdict == CONFIRMED
+    for seed in COUNTED_SEEDS:
+        results[f"gspo-learner-s{seed}"]["series"]["reward_mean"] = [0.9] * 12
+    (verdict,) = (claim.verdict for claim in claims(results) if claim.text == start)
+    assert verdict == REFUTED
 
 
-@pytest.mark.parametrize(("reward", "expected"), [(0.57, "confirmed"), (0.55, "not confirmed")])
-def test_a_learner_in_bfloat16_is_compared_with_one_in_float32(reward: float, expected: str) -> None:
-    facts = {"arm": "mixture", "algorithm_keys": {"routing_replay": "none"}}
-    results = {"routing-none-gspo-s0": result("gspo", 0.6, experiment="routing", **facts)}
+def test_a_learner_in_bfloat16_is_compared_with_one_in_float32() -> None:
+    facts: dict[str, Any] = {"arm": "mixture", "algorithm_keys": {"routing_replay": "none"}}
+    results = on_seeds("routing", [0.6] * 3, experiment="routing", **facts)
     start = "GSPO on a mixture learns as much with a learner in bfloat16"
-    assert verdict(results, start) == NOT_RUN
-    results["bfloat16-none-gspo"] = result("gspo", reward, experiment="bfloat16", **facts)
-    assert verdict(results, start) == expected
+    assert judged(results, start).verdict == NO_VERDICT
+    assert judged(results | on_seeds("b", [0.5] * 3, experiment="bfloat16", **facts), start).verdict == REFUTED
 
 
-@pytest.mark.parametrize(("scaled", "expected"), [(0.57, "confirmed"), (0.55, "not confirmed")])
-def test_the_scaled_clip_is_compared_with_the_fixed_one(scaled: float, expected: str) -> None:
+@pytest.mark.parametrize(("fixed", "scaled", "expected"), [(0.6, 0.57, CONFIRMED), (0.02, 0.03, NO_VERDICT)])
+def test_runs_that_learn_nothing_compare_nothing(fixed: float, scaled: float, expected: str) -> None:
     keys = {"pg_clip_reference_length": 245}
-    results = {
-        "clip-fixed-s0": result("gspo", 0.6, experiment="clip"),
-        "clip-scaled-s0": result("gspo", scaled, experiment="clip", algorithm_keys=keys),
-    }
-    assert verdict(results, "A clip scaled by length") == expected
+    results = on_seeds("fixed", [fixed] * 3, experiment="clip")
+    results |= on_seeds("scaled", [scaled] * 3, experiment="clip", algorithm_keys=keys)
+    assert judged(results, "A clip scaled by length").verdict == expected
 
 
-def test_runs_that_learn_nothing_compare_nothing() -> None:
-    results = {
-        "clip-fixed-s0": result("gspo", 0.02, experiment="clip"),
-        "clip-scaled-s0": result("gspo", 0.03, experiment="clip", algorithm_keys={"pg_clip_reference_length": 245}),
-    }
-    assert verdict(results, "A clip scaled by length") == UNTESTED
+def test_gspo_token_is_alike_in_both_directions() -> None:
+    results = on_seeds("gspo", [0.6] * 3) | on_seeds("token", [0.8] * 3, "gspo_token")
+    assert judged(results, "GSPO-token learns as GSPO does").verdict == REFUTED
 
 
 def test_the_best_rate_waits_for_every_run_of_the_grid() -> None:
@@ -217,6 +223,39 @@ def test_every_experiment_is_declared_and_patterns_choose_its_runs() -> None:
     ]
     with pytest.raises(typer.BadParameter, match="lag-5-\\* is no run"):
         chosen_names("dense-*,lag-5-*", list(runs))
+
+
+# Of the recorded runs, those whose held-out accuracy is far below what it was.
+_FELL = {
+    "dense-gspo-0.0003-s0",
+    "dense-grpo-0.0003-s0",
+    "routing-learner-gspo-s0",
+    "bfloat16-none-gspo",
+    "bfloat16-learner-gspo",
+}
+
+
+def test_of_the_recorded_runs_only_those_that_fell_have_a_finding_on_learning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "CACHE", tmp_path)
+    (tmp_path / "cold_start.json").write_text("{}")
+    declared, named = declared_runs(), {}
+    results: dict[str, Any] = json.loads((ROOT / "docs/long.json").read_text())
+    for name, run in results.items():
+        keys = sections(declared[name], SCALES["small"], run["learning_rate"])
+        file = example.write_example(name, tmp_path, example="long", **keys)
+        recent, series = RecentSteps(kept=None), run["series"]
+        for place in range(len(series["reward_mean"])):
+            recent.add(place + 1, {figure: of[place] for figure, of in series.items() if of[place] is not None})
+        for point in run["accuracy"]:
+            recent.add_evaluation("", point["step"], {f"sampled_{key}": point[key] for key in ("mean", "stderr")})
+        judged = findings_of_run(
+            LEARNING_RULES, recent.judged(), parse_config(yaml.safe_load(file.read_text()), tmp_path)
+        )
+        if judged:
+            named[name] = {finding.rule for finding, _ in judged}
+    assert named == {name: {"held_out_falls"} for name in _FELL}
 
 
 @pytest.mark.parametrize("scale", list(SCALES.values()), ids=list(SCALES))
@@ -268,9 +307,11 @@ def test_noise_has_its_sigma_and_a_replay_gets_the_same() -> None:
 
 def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_out(tmp_path: Path) -> None:
     results = {"dense-gspo-0.0001-s0": result("gspo", 0.8), "dense-grpo-0.0001-s0": result("grpo", 0.4)}
+    results |= {"dense-gspo-best-s1": result("gspo", 0.8, seed=1), "dense-grpo-best-s1": result("grpo", 0.4, seed=1)}
     page = write_page(results, SCALES["small"], tmp_path / "long.md").read_text()
     first = page.partition("-->")[2].strip()
-    assert first.startswith("Of 16 claims: 2 confirmed, 1 not confirmed, 13 not run yet.")
+    assert first.startswith("Of 16 claims: 16 no verdict.")
+    assert "| reward of the last 10 steps, GSPO less GRPO | -0.050 | +0.400 | - | - | - | - | - |" in page
     assert "| dense-gspo-0.0001-s0, 0.0001 | 0.100 | 0.900 | 0.800 | 0.800 | 50.00% |" in page
     assert "Times are left out: other work took up to 90% of the machine" in page
     assert "s a step" not in page
@@ -278,7 +319,7 @@ def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_ou
     assert "Processor: a processor. " in page
     results["dense-grpo-0.0001-s0"]["machine"] = results["dense-grpo-0.0001-s0"]["machine"] | {"processor": "another"}
     page = write_page(results, SCALES["small"], tmp_path / "long.md").read_text()
-    assert "Processor: a processor, runs: 1 and another, runs: 1. " in page
+    assert "Processor: a processor, runs: 3 and another, runs: 1. " in page
     quiet = {name: run | {"busy_share": 0.0} for name, run in results.items()}
     assert "| s a step |" in write_page(quiet, SCALES["small"], tmp_path / "long.md").read_text()
 
@@ -298,4 +339,4 @@ def test_the_page_splits_what_is_outside_the_clip_where_it_was_recorded(tmp_path
 
 def test_the_page_can_be_written_before_any_run(tmp_path: Path) -> None:
     page = write_page({}, SCALES["small"], tmp_path / "long.md").read_text()
-    assert "Of 16 claims: 16 not run yet." in page
+    assert "Of 16 claims: 16 no verdict." in page

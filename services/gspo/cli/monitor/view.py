@@ -16,7 +16,7 @@ from gspo.common.streams.entries import body_of
 from gspo.common.streams.instances import Instance
 from gspo.common.telemetry.advice import findings
 from gspo.common.telemetry.findings import Finding, RecentSteps
-from gspo.common.telemetry.first_answers import first_answers
+from gspo.common.telemetry.first_answers import FIRST_ANSWERS, first_answers, scores_finding
 from gspo.common.telemetry.step_time import duration
 from gspo.runlog.run_log import EvaluationRecord, RunLog, StepRecord, best_evaluated
 from gspo.runlog.sentences.unscored import UNSCORED, Unscored
@@ -29,6 +29,7 @@ from gspo_proto.rollout_pb2 import (
     FirstAnswers,
     GroupsSettled,
     PromptsExhausted,
+    ScoresDiffer,
     SettledGroup,
     Settlement,
     Stalled,
@@ -127,6 +128,8 @@ class View:
         evaluations: In the order of recording.
         failures: Failed groups by reason.
         unscored: The answers without a score in the steps of this session.
+        warned: The rules whose findings the newest steps have.
+        checked: The checks that had findings: of the first answers, and of reward functions by their names.
         notes: What only the log knows, for a run that is looked at without its events.
     """
 
@@ -144,6 +147,7 @@ class View:
     failures: Counter[str] = field(default_factory=Counter)
     unscored: Unscored = field(default_factory=Unscored)
     warned: set[str] = field(default_factory=set)
+    checked: set[str] = field(default_factory=set)
     notes: list[ScreenLine] = field(default_factory=list)
     finished: Finished | None = None
 
@@ -211,8 +215,8 @@ class View:
         match body_of(event):
             case StepDone() as done:
                 return self._on_step(done, event.unix_s)
-            case FirstAnswers(figures=figures):
-                return [ScreenLine(finding.text, "warning") for finding in first_answers(figures, self.config)]
+            case FirstAnswers() | ScoresDiffer() as check:
+                return self._on_check(check)
             case GroupsSettled(groups=groups):
                 return self._on_groups(groups)
             case VersionLive(version=version):
@@ -250,6 +254,17 @@ class View:
         new = [ScreenLine(finding.text, "warning") for name, finding in seen.items() if name not in self.warned]
         self.warned = set(seen)
         return [ScreenLine(step_line(self), "step"), *new, *self._on_unscored(int(figures.get(UNSCORED, 0)))]
+
+    def _on_check(self, check: FirstAnswers | ScoresDiffer) -> list[ScreenLine]:
+        """The warnings of a check, unless another process of its service, or one before it, made it too."""
+        if isinstance(check, FirstAnswers):
+            subject, seen = FIRST_ANSWERS, first_answers(check.figures, self.config)
+        else:
+            subject, seen = check.function, [scores_finding(check)]
+        if subject in self.checked:
+            return []
+        self.checked |= {subject} if seen else set()
+        return [ScreenLine(finding.text, "warning") for finding in seen]
 
     def _on_unscored(self, count: int) -> list[ScreenLine]:
         """A warning for each new reason, and whenever the number of such answers has one more digit."""

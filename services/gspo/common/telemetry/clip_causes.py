@@ -143,5 +143,5 @@ def mismatch_line(figures: Sequence[Mapping[str, float]], config: Config) -> str
     if not measured:
         return f"{_NOISE} was {when}"
     clips = [step["noise_clip"] for step in figures if "noise_clip" in step]
-    narrowest = f"; 1% would be outside a clip of {clips[-1]:.2g} on both sides" if clips else ""
+    narrowest = f"; 1% would be outside a clip of {clips[-1]:.2g} on both sides" if clips and clips[-1] else ""
     return f"{_NOISE} puts {measured[-1]:.0%} outside the clip, {when}{narrowest}"

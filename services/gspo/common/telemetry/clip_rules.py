@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.clip_causes import clip_causes, clip_causes_line
 from gspo.common.telemetry.findings import Rule, Said, Steps, ends, is_annealed
@@ -10,6 +12,8 @@ from gspo.common.telemetry.findings import Rule, Said, Steps, ends, is_annealed
 # 0.48 and gained half as much.
 CLIPPED_STEPS = 10
 NEVER_CLIPPED_STEPS = 20
+# Newest measurements of the noise whose median is judged.
+NOISE_MEASUREMENTS = 5
 # Share of sequences that would leave the clip at an unchanged policy, of which most is noise.
 NOISE_TOO_MUCH = 0.33
 # Geometric mean of the weights of a product. Half of the answers are below it where the logarithms are symmetric.
@@ -72,10 +76,13 @@ def _silent_says(steps: Steps, config: Config) -> Said:
     )
 
 
+def _noise_share(steps: Steps) -> float:
+    """The median of the newest measurements. One is often of 16 sequences, and a single one of them above the bound."""
+    return median(step["noise_share"] for step in steps[-NOISE_MEASUREMENTS:])
+
+
 def _noise_says(steps: Steps, config: Config) -> Said:
-    newest = steps[-1]
-    share = newest["noise_share"]
-    side = newest.get("noise_clip")
+    share, side = _noise_share(steps), steps[-1].get("noise_clip")
     wider = f"a wider clip: at {side:.2g} on both sides, noise puts at most 1 % outside" if side else "a wider clip"
     exact = () if config.generation.dtype == "float32" else ("generation.dtype: float32, which a resume takes",)
     return Said(
@@ -155,7 +162,7 @@ CLIP_RULES = (
         "clip_is_noise",
         ("noise_share",),
         1,
-        lambda steps, config: steps[-1]["noise_share"] > config.rules.bounds.clip_is_noise,
+        lambda steps, config: _noise_share(steps) > config.rules.bounds.clip_is_noise,
         _noise_says,
         lambda config: _clip_matters(config) and config.algorithm.old_logprobs == "inference",
         is_measured=True,

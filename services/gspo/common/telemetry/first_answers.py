@@ -9,6 +9,7 @@ from gspo.common.config.schema import Config
 from gspo.common.telemetry.findings import Finding
 from gspo.common.telemetry.learning_rules import LEARNING_RULES
 from gspo.common.telemetry.source_figures import figures_of, named_sources
+from gspo_proto.rollout_pb2 import ScoresDiffer
 
 FIRST_ANSWERS = "first_answers"
 _NO_SIGNAL, _CUT_OFF = "no_signal", "cut_off"
@@ -44,6 +45,21 @@ def first_answers(figures: Mapping[str, float], config: Config) -> list[Finding]
             finding for name in names for finding in _named(figures_of(name, figures), config, f" of source {name}")
         ]
     return findings
+
+
+def scores_finding(differ: ScoresDiffer) -> Finding:
+    """The finding of a scorer that scored the first answers twice."""
+    return Finding(
+        "scores_differ",
+        f"{differ.num_differing} of {differ.num_answers} answers got another value of {differ.function} when they were "
+        f"scored again, in the reverse order: {differ.first:.3g}, then {differ.again:.3g}",
+        (
+            "it keeps something from one call to the next, or looks at the other answers of a call",
+            "it uses random numbers or the time",
+            "a judge behind it samples",
+        ),
+        ("a value that follows from prompt, answer and columns alone", "a judge at temperature 0"),
+    )
 
 
 def _named(figures: Mapping[str, float], config: Config, of_source: str) -> list[Finding]:

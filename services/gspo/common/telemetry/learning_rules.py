@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from itertools import combinations
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 from gspo.common.config.evaluation import BoundsConfig
 from gspo.common.config.schema import Config
@@ -42,6 +42,8 @@ RARELY_RIGHT = 0.05
 LENGTH_PAYS, LENGTH_IS_ALL = 0.5, 0.8
 # Share outside the clip at a step's first weights, and age of its tokens in versions, that are worth a sentence.
 STALE_SHARE, STALE_AGE = 0.3, 2.0
+# Measurements of the engines' noise, which vary tenfold from one to the next, that are compared with all before.
+NEWEST_NOISES = 5
 # Factors between the first and the last steps of a trend.
 _COLLAPSE, _GROWTH, _EXPLOSION = 0.1, 3.0, 50.0
 # Least KL to the first policy, entropy, and noise of the engines, in nats a token, that are worth a sentence.
@@ -85,8 +87,11 @@ def _no_signal_says(steps: Steps, config: Config) -> Said:
     if newest.get("truncated_share", 0.0) > MOST_CUT:
         cut = _cut_causes(steps, config)
         return Said(f"{seen}; {cut.seen}", cut.causes, cut.tries)
+    if low == high > 0:
+        learned = ("each answer is right by now", "the reward function pays every answer alike")
+        return Said(f"{seen}; every answer gets {low:g}", learned, ("other prompts beside these", *_TRY_REWARD))
     if low == high:
-        causes = (*_NEVER_RIGHT, "no answer of this policy is right, or each one is")
+        causes = (*_NEVER_RIGHT, "no answer of this policy is right")
         return Said(f"{seen}; every answer gets {low:g}", causes, _TRY_REWARD)
     more = f"algorithm.num_return_sequences_in_group above {config.algorithm.num_return_sequences_in_group}"
     return Said(seen, ("each prompt is too easy or too hard",), ("other prompts beside these", more))
@@ -142,16 +147,22 @@ def _is_flat(steps: Steps, config: Config) -> bool:
     return has_spread and abs(last - first) < FLAT_MOVE * spread and _reward_moved(steps) < _FIRST_ERRORS
 
 
+def _norms(steps: Steps) -> tuple[float, float]:
+    """The usual gradient norm, and the second largest of the newest three: one alone may be of a single odd answer."""
+    norms = [step["grad_norm"] for step in steps]
+    return median(norms), sorted(norms[-3:])[-2]
+
+
 def _explodes(steps: Steps, _config: Config) -> bool:
-    usual = median(step["grad_norm"] for step in steps[:-1])
-    return usual > 0 and steps[-1]["grad_norm"] > _EXPLOSION * usual
+    usual, twice = _norms(steps)
+    return usual > 0 and twice > _EXPLOSION * usual
 
 
 def _explodes_says(steps: Steps, _config: Config) -> Said:
-    usual = median(step["grad_norm"] for step in steps[:-1])
-    norm = steps[-1]["grad_norm"]
+    usual, twice = _norms(steps)
     return Said(
-        f"the gradient norm is {norm:.3g}, and {usual:.3g} was usual in the {len(steps) - 1} steps before",
+        f"the gradient norm was {twice:.3g} or more in two of the last three steps, and {usual:.3g} is usual in the "
+        f"last {len(steps)}",
         ("single answers of a kind that was not there before", "an update before it that was too large"),
         (_RATE, "a lower learner.max_grad_norm"),
     )
@@ -180,8 +191,41 @@ def _all_equal(steps: Steps, _config: Config) -> bool:
 
 
 def _mostly_equal(steps: Steps, config: Config) -> bool:
+    if len(steps) > 1 and _is_near_best(steps):
+        # A run that has learned its prompts; a model that knows them before any step is worth a sentence.
+        return False
     return _above("zero_spread_groups", lambda bounds: bounds.weak_signal)(steps, config) and not _all_equal(
         steps[-3:], config
+    )
+
+
+def _is_near_best(steps: Steps) -> bool:
+    """Whether the mean reward is within a tenth of its range of the best one."""
+    least = min(step.get("reward_min", 0.0) for step in steps)
+    best = max(step.get("reward_max", 1.0) for step in steps)
+    return best - fmean(step.get("reward_mean", least) for step in steps) < FLAT_MOVE * (best - least)
+
+
+def _noises(steps: Steps) -> tuple[float, float, float]:
+    """The engines' noise at the newest measurements and before them (geometric means), and its rise in errors."""
+    logs = [math.log(max(step["sigma_token"], 1e-9)) for step in steps]
+    before, newest = logs[:-NEWEST_NOISES], logs[-NEWEST_NOISES:]
+    error = max(stdev(before), stdev(newest)) * math.sqrt(1 / len(before) + 1 / len(newest))
+    rise = fmean(newest) - fmean(before)
+    return math.exp(fmean(newest)), math.exp(fmean(before)), in_errors(rise, error)
+
+
+def _noise_grows(steps: Steps, _config: Config) -> bool:
+    newest, before, errors = _noises(steps)
+    return newest > max(_LARGE_NOISE, _GROWTH * before) and errors > _STANDARD_ERRORS
+
+
+def _noise_says(steps: Steps, _config: Config) -> Said:
+    newest, before, _ = _noises(steps)
+    return Said(
+        f"the noise between the engines' log-probs rose from {before:.2g} to {newest:.2g} nats a token",
+        ("tokens of low probability are sampled more often", "the weights of a generator are not the learner's"),
+        ("generation.dtype: float32, which a resume takes", _RATE),
     )
 
 
@@ -443,7 +487,7 @@ LEARNING_RULES = (
             ("a larger algorithm.kl_loss_coef", _RATE),
         ),
     ),
-    Rule("gradient_explodes", ("grad_norm",), TREND_STEPS // 2, _explodes, _explodes_says),
+    Rule("gradient_explodes", ("grad_norm",), TREND_STEPS, _explodes, _explodes_says),
     Rule(
         "updates_not_applied",
         ("mini_batches_not_applied",),
@@ -454,14 +498,9 @@ LEARNING_RULES = (
     Rule(
         "mismatch_grows",
         ("sigma_token",),
-        4,
-        lambda steps, _config: steps[-1]["sigma_token"] > max(_LARGE_NOISE, _GROWTH * steps[0]["sigma_token"]),
-        lambda steps, _config: Said(
-            f"the noise between the engines' log-probs rose from {steps[0]['sigma_token']:.2g} to "
-            f"{steps[-1]['sigma_token']:.2g} nats a token",
-            ("tokens of low probability are sampled more often", "the weights of a generator are not the learner's"),
-            ("generation.dtype: float32, which a resume takes", _RATE),
-        ),
+        3 * NEWEST_NOISES,
+        _noise_grows,
+        _noise_says,
         is_measured=True,
     ),
     Rule("policy_is_stale", ("age_mean", "outside_clip_at_start"), 3, _is_stale, _stale_says, _has_lag),

@@ -1,4 +1,4 @@
-"""Faults of readable prompts and of scores: findings that a run keeps, since no figure of a step shows them."""
+"""Faults of readable prompts: findings that a run keeps, since no figure of a step shows them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gspo.common.telemetry.findings import Finding
 from gspo.coordinator.data.prompts import PromptSet
-from gspo_proto.rollout_pb2 import ScoresDiffer
 
 # The others follow from a choice of the user's: they are shown, and are no alert.
 FAULTS = ("held_out_in_training", "held_out_twice", "scores_differ")
@@ -19,21 +18,6 @@ def prompt_findings(training: Sequence[PromptSet], held_out: Iterable[PromptSet]
     for prompts in training if held_out else ():
         known.update(prompts.hashes)
     return [*findings, *(finding for prompts in held_out for finding in _of_held_out(prompts, known))]
-
-
-def scores_finding(differ: ScoresDiffer) -> Finding:
-    """The finding of a scorer that scored the first answers twice."""
-    return Finding(
-        "scores_differ",
-        f"{differ.num_differing} of {differ.num_answers} answers got another value of {differ.function} when they were "
-        f"scored again, in the reverse order: {differ.first:.3g}, then {differ.again:.3g}",
-        (
-            "it keeps something from one call to the next, or looks at the other answers of a call",
-            "it uses random numbers or the time",
-            "a judge behind it samples",
-        ),
-        ("a value that follows from prompt, answer and columns alone", "a judge at temperature 0"),
-    )
 
 
 def _of_training(prompts: PromptSet) -> Iterator[Finding]:

@@ -26,6 +26,7 @@ from gspo_proto.rollout_pb2 import (
     Finished,
     FirstAnswers,
     GroupsSettled,
+    ScoresDiffer,
     SettledGroup,
     Settlement,
     StepDone,
@@ -245,3 +246,13 @@ def test_the_verdict_on_the_first_answers_is_a_warning_before_any_step(view: Vie
     (line,) = view.apply(Event(first_answers=event))
     assert line.kind == "warning" and line.text.startswith("first_answers: the 2 groups before the first update")
     assert "every answer gets 0" in line.text and view.step == 0
+    assert view.apply(Event(first_answers=event)) == [], "a learner that was started again judges them again"
+
+
+def test_each_function_whose_scores_differ_is_a_warning_once(view: View) -> None:
+    event = Event(scores_differ=ScoresDiffer(function="guess", num_differing=2, num_answers=16, first=0.5, again=0.7))
+    (line,) = view.apply(event)
+    assert line.kind == "warning" and "2 of 16 answers got another value of guess" in line.text
+    assert view.apply(event) == [], "each replica of the reward service tries it"
+    event.scores_differ.function = "other"
+    assert len(view.apply(event)) == 1

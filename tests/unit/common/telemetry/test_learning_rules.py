@@ -106,7 +106,11 @@ def held_out(*means: float) -> list[Figures]:
         (trend("entropy", 1.0, 0.0), "entropy_collapses", "entropy fell"),
         (trend("entropy", 0.5, 6.0), "entropy_grows", "rose from 0.81 to 5.7 nats"),
         (trend("reference_kl", 0.1, 2.0), "kl_runs_away", "rose from"),
-        ([*[HEALTHY] * 9, HEALTHY | {"grad_norm": 90.0}], "gradient_explodes", "90, and 0.8 was usual"),
+        (
+            [*[HEALTHY] * 7, *(HEALTHY | {"grad_norm": norm} for norm in (90.0, 0.8, 99.0))],
+            "gradient_explodes",
+            "90 or more in two of the last three steps, and 0.8 is usual in the last 10",
+        ),
         ([HEALTHY | {"truncated_share": 1.0, "eos_share": 0.0}] * 3, "cut_off", "no answer has an end token"),
         ([HEALTHY | {"skipped_failed": 90.0, "sequences": 38.0}] * 3, "rollouts_fail", "70% of the rollouts"),
         ([HEALTHY | {"mini_batches_not_applied": 2.0}] * 3, "updates_not_applied", "6 updates of the last 3 steps"),
@@ -124,7 +128,11 @@ def held_out(*means: float) -> list[Figures]:
             "9.0 versions old, and before its first update 60%",
         ),
         ([HEALTHY] * FLAT_STEPS, "reward_flat", "stood still within 50 steps: 0.4, then 0.4"),
-        ([HEALTHY | {"sigma_token": 0.004 * (1 + n)} for n in range(4)], "mismatch_grows", "from 0.004 to 0.016"),
+        (
+            [HEALTHY | {"sigma_token": (0.02 if n >= 10 else 0.002) * 2 ** (n % 2)} for n in range(15)],
+            "mismatch_grows",
+            "from 0.0028 to 0.026",
+        ),
         (parting("source_{}/reward_mean"), "sources_part", "source up rises while that of down falls"),
         (parting("part_{}_mean"), "rewards_part", "up rises while down falls"),
         (held_out(0.043, 0.010), "held_out_falls", "0.043 to 0.01 .*the training reward did not rise"),
@@ -173,6 +181,20 @@ def test_evaluations_belong_to_the_step_that_made_their_version(config: Config) 
 
 def test_a_reward_that_stands_still_near_its_best_is_no_matter(config: Config) -> None:
     assert learning_findings([HEALTHY | {"reward_mean": 0.95, "reward_std": 0.2}] * FLAT_STEPS, config) == {}
+
+
+def test_one_odd_measurement_is_no_finding(config: Config) -> None:
+    spike = [*[HEALTHY] * 9, HEALTHY | {"grad_norm": 90.0}]
+    # The noise of one step after the other varies tenfold in a healthy run.
+    noise = [HEALTHY | {"sigma_token": 0.002 if n % 3 else 0.05} for n in range(30)]
+    assert learning_findings(spike, config) == learning_findings(noise, config) == {}
+
+
+def test_equal_rewards_are_no_matter_once_most_answers_are_right(config: Config) -> None:
+    learned = [HEALTHY | {"reward_mean": 0.95, "reward_std": 0.2, "zero_spread_groups": 0.85}] * 5
+    assert learning_findings(learned, config) == {}
+    stuck = [step | {"reward_mean": 0.85} for step in learned]
+    assert list(learning_findings(stuck, config)) == ["weak_signal"]
 
 
 def test_a_rule_is_silent_without_its_figures_or_steps(config: Config) -> None:
