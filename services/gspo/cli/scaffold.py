@@ -31,6 +31,7 @@ _TYPICAL_TOKENS = 8
 _NUM_PROMPTS, _NUM_HELD_OUT, _LIMIT = 1000, 100, 100
 _FILES = ("config.yaml", "reward.py", "prompts.jsonl", "eval.jsonl")
 _MODEL = "model"
+_OTHER_MODEL = "Name a folder written by save_pretrained, a name on a hub such as Qwen/Qwen3-0.6B, or tiny"
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,11 @@ def write_example(folder: Path, model: str) -> tuple[list[Path], list[str]]:
         model: A model's folder, its name on a hub, or TINY.
 
     Raises:
-        InputError: One of the files exists already, or the model is a path without a model.
+        InputError: One of the files exists already, or there is no model of this path or name.
         OSError: `folder` cannot be created or written.
     """
     local = _local_model(model)
+    hub_notes = _ask_hub(model) if local is None and model != TINY else []
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in _FILES]
     linked = [folder / _MODEL] if local or model == TINY else []
@@ -73,7 +75,7 @@ def write_example(folder: Path, model: str) -> tuple[list[Path], list[str]]:
         _copy_cold_start(folder)
         path, notes = _MODEL, [f"\n{folder / _MODEL}: adds two numbers below 50, and three of ten answers are right"]
     else:
-        path, notes = _beside(folder, local) if local else (model, [])
+        path, notes = _beside(folder, local) if local else (model, hub_notes)
         problems = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT)]
         random.Random(0).shuffle(problems)  # noqa: S311 - the same example for everyone, not a secret
         _write_problems(prompts, problems[:_NUM_PROMPTS])
@@ -97,9 +99,39 @@ def _local_model(model: str) -> Path | None:
         raise InputError(
             "--model",
             f"there is no model at {path}: it has no config.json",
-            "Name a folder written by save_pretrained, a name on a hub such as Qwen/Qwen3-0.6B, or tiny",
+            _OTHER_MODEL,
         )
     return path.resolve()
+
+
+def _ask_hub(model: str) -> list[str]:
+    """Fetch the configuration of a model by its name on a hub; a note where the hub does not answer or wants a token.
+
+    Raises:
+        InputError: The hub has no such model.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        hf_hub_download(model, "config.json")
+    except (LocalEntryNotFoundError, GatedRepoError):
+        why = "its hub does not show it to this machine now"
+    except (RepositoryNotFoundError, EntryNotFoundError, HFValidationError) as error:
+        text = f"there is no model {model}, neither a folder here nor on the hub"
+        raise InputError("--model", text, _OTHER_MODEL) from error
+    except (HfHubHTTPError, OSError) as error:
+        why = f"its hub failed ({type(error).__name__})"
+    else:
+        return []
+    return [f"\n{model}: it is not a folder here, and {why}. The first start fetches it"]
 
 
 def _copy_cold_start(folder: Path) -> None:

@@ -7,9 +7,12 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import httpx
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 from gspo.cli import scaffold
 from gspo.cli.scaffold import write_example
@@ -104,9 +107,35 @@ def test_a_path_without_a_model_writes_nothing(name: str, tmp_path: Path, monkey
     assert not (tmp_path / "example").exists()
 
 
-def test_a_name_on_a_hub_stays_a_name(tmp_path: Path) -> None:
+def answer_for_hub(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
+    """Stands for the hub, which tests do not ask."""
+
+    def hf_hub_download(*_names: str) -> str:
+        if error:
+            raise error
+        return ""
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+
+
+def test_a_name_on_a_hub_stays_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_for_hub(monkeypatch, None)
     assert write_example(tmp_path / "example", "Qwen/Qwen3-0.6B")[1] == []
     assert read_config(tmp_path / "example" / "config.yaml").model.path == "Qwen/Qwen3-0.6B"
+
+
+def test_a_name_that_the_hub_lacks_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = httpx.Response(404, request=httpx.Request("HEAD", "https://hub"))
+    answer_for_hub(monkeypatch, RepositoryNotFoundError("no such repository", response=cast(Any, refusal)))
+    with pytest.raises(InputError, match="--model: there is no model no/one, neither a folder here nor on the hub"):
+        write_example(tmp_path / "example", "no/one")
+    assert not (tmp_path / "example").exists()
+
+
+def test_a_name_without_a_way_to_its_hub_is_kept_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_for_hub(monkeypatch, LocalEntryNotFoundError("no connection"))
+    (note,) = write_example(tmp_path / "example", "no/one")[1]
+    assert "no/one: it is not a folder here" in note and "The first start fetches it" in note
 
 
 # Stands for the cold start of a hundred seconds; the nightly test of docs/start.md makes the real one.
