@@ -536,6 +536,15 @@ def test_a_run_killed_after_a_step_was_logged(path: Path) -> None:
     assert "There is one evaluation, of version 0: no before and after." in text
 
 
+def test_a_single_held_out_file_is_named(ended: Path) -> None:
+    config = yaml.safe_load((ended / CONFIG_NAME).read_text())
+    config["evaluation"] = {"prompts": "sums/eval.jsonl"}
+    (ended / CONFIG_NAME).write_text(yaml.safe_dump(config))
+    summary, text = report(ended)
+    assert [*summary["held_out"], summary["accuracy_file"]] == ["eval.jsonl"] * 2
+    assert "held-out reward of eval.jsonl, mean over sampled answers to prompts never trained on" in text
+
+
 def test_an_older_last_evaluation_and_chance_are_said(path: Path) -> None:
     with RunDir(path) as run_dir:
         evaluate(run_dir, 0, 0.35)

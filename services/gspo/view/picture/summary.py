@@ -93,7 +93,10 @@ def _earlier(history: RunHistory) -> dict[str, Any]:
 
 
 def _held_out(history: RunHistory) -> dict[str, dict[str, Any]]:
-    """All figures of the first and the last evaluation of every held-out file; a single evaluation is the first."""
+    """All figures of the first and the last evaluation of every held-out file; a single evaluation is the first.
+
+    A single file, which has no name in the configuration, has that of the file here.
+    """
     by_file = {}
     for name, records in history.by_file.items():
         first, last = records[0], records[-1]
@@ -101,8 +104,14 @@ def _held_out(history: RunHistory) -> dict[str, dict[str, Any]]:
             "before": {"version": first.version, **first.figures},
             "after": {"version": last.version, **last.figures},
         }
-        by_file[name] = figures if len(records) > 1 else {**figures, "after": None}
+        by_file[name or _file_name(history)] = figures if len(records) > 1 else {**figures, "after": None}
     return by_file
+
+
+def _file_name(history: RunHistory) -> str:
+    """The name of the first held-out file: the configuration's, or that of the file; empty if neither is known."""
+    files = history.config.evaluation.files if history.config else {}
+    return next((name or path.name for name, path in files.items()), "")
 
 
 def _accuracies(history: RunHistory) -> dict[str, Any]:
@@ -120,7 +129,7 @@ def _accuracies(history: RunHistory) -> dict[str, Any]:
         ):
             means[name] = figures.get(figure)
         means[f"accuracy_{when}_version"] = record.version if record else None
-    return means
+    return means | {"accuracy_file": _file_name(history) if records else None}
 
 
 def _rollouts(history: RunHistory) -> dict[str, int]:
