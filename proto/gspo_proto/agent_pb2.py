@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gspo_proto/agent.proto\x12\x04gspo\"e\n\tTurnBegin\x12\x11\n\tcontinues\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontext\x18\x02 \x03(\r\x12\r\n\x05\x61sked\x18\x03 \x01(\t\x12\x15\n\rmessages_json\x18\x04 \x01(\t\x12\x0e\n\x06unix_s\x18\x05 \x01(\x01\">\n\nTurnTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04logp\x18\x02 \x03(\x02\x12\x0f\n\x07version\x18\x03 \x03(\x11\"]\n\x07TurnEnd\x12\x0e\n\x06\x66inish\x18\x01 \x01(\t\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12\x0f\n\x07replies\x18\x03 \x03(\t\x12\r\n\x05shown\x18\x04 \x03(\t\x12\x14\n\x0cmessage_json\x18\x05 \x01(\t\"\x85\x01\n\tTurnEntry\x12\x0c\n\x04turn\x18\x01 \x01(\t\x12 \n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x0f.gspo.TurnBeginH\x00\x12\"\n\x06tokens\x18\x03 \x01(\x0b\x32\x10.gspo.TurnTokensH\x00\x12\x1c\n\x03\x65nd\x18\x04 \x01(\x0b\x32\r.gspo.TurnEndH\x00\x42\x06\n\x04what\"d\n\x0b\x41gentResult\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x14\n\x0c\x66\x61ilure_kind\x18\x03 \x01(\t\x12\x0e\n\x06unix_s\x18\x04 \x01(\x01\x42\t\n\x07_rewardb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16gspo_proto/agent.proto\x12\x04gspo\"e\n\tTurnBegin\x12\x11\n\tcontinues\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontext\x18\x02 \x03(\r\x12\r\n\x05\x61sked\x18\x03 \x01(\t\x12\x15\n\rmessages_json\x18\x04 \x01(\t\x12\x0e\n\x06unix_s\x18\x05 \x01(\x01\"d\n\nTurnTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04logp\x18\x02 \x03(\x02\x12\x0f\n\x07version\x18\x03 \x03(\x11\x12\x12\n\nkept_sizes\x18\x04 \x03(\r\x12\x10\n\x08kept_ids\x18\x05 \x03(\x07\"]\n\x07TurnEnd\x12\x0e\n\x06\x66inish\x18\x01 \x01(\t\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12\x0f\n\x07replies\x18\x03 \x03(\t\x12\r\n\x05shown\x18\x04 \x03(\t\x12\x14\n\x0cmessage_json\x18\x05 \x01(\t\"\x85\x01\n\tTurnEntry\x12\x0c\n\x04turn\x18\x01 \x01(\t\x12 \n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x0f.gspo.TurnBeginH\x00\x12\"\n\x06tokens\x18\x03 \x01(\x0b\x32\x10.gspo.TurnTokensH\x00\x12\x1c\n\x03\x65nd\x18\x04 \x01(\x0b\x32\r.gspo.TurnEndH\x00\x42\x06\n\x04what\"d\n\x0b\x41gentResult\x12\x13\n\x06reward\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x14\n\x0c\x66\x61ilure_kind\x18\x03 \x01(\t\x12\x0e\n\x06unix_s\x18\x04 \x01(\x01\x42\t\n\x07_rewardb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TURNBEGIN']._serialized_start=32
   _globals['_TURNBEGIN']._serialized_end=133
   _globals['_TURNTOKENS']._serialized_start=135
-  _globals['_TURNTOKENS']._serialized_end=197
-  _globals['_TURNEND']._serialized_start=199
-  _globals['_TURNEND']._serialized_end=292
-  _globals['_TURNENTRY']._serialized_start=295
-  _globals['_TURNENTRY']._serialized_end=428
-  _globals['_AGENTRESULT']._serialized_start=430
-  _globals['_AGENTRESULT']._serialized_end=530
+  _globals['_TURNTOKENS']._serialized_end=235
+  _globals['_TURNEND']._serialized_start=237
+  _globals['_TURNEND']._serialized_end=330
+  _globals['_TURNENTRY']._serialized_start=333
+  _globals['_TURNENTRY']._serialized_end=466
+  _globals['_AGENTRESULT']._serialized_start=468
+  _globals['_AGENTRESULT']._serialized_end=568
 # @@protoc_insertion_point(module_scope)

@@ -66,6 +66,8 @@ class TurnTokens(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGP_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    KEPT_SIZES_FIELD_NUMBER: _builtins.int
+    KEPT_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -76,16 +78,24 @@ class TurnTokens(_message.Message):
     def version(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """policy version that sampled each token"""
 
+    @_builtins.property
+    def kept_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as in Rollout"""
+
+    @_builtins.property
+    def kept_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logp: _abc.Iterable[_builtins.float] | None = ...,
         version: _abc.Iterable[_builtins.int] | None = ...,
+        kept_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        kept_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logp", b"logp", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_ids", b"kept_ids", "kept_sizes", b"kept_sizes", "logp", b"logp", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

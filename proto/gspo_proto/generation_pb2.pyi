@@ -76,6 +76,8 @@ class SampledTokens(_message.Message):
     LOGP_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    KEPT_SIZES_FIELD_NUMBER: _builtins.int
+    KEPT_IDS_FIELD_NUMBER: _builtins.int
     finish: _builtins.str
     """of the last piece: stop, length, or restart where a weight update ended the request"""
     @_builtins.property
@@ -88,6 +90,12 @@ class SampledTokens(_message.Message):
     def version(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """policy version that sampled each token"""
 
+    @_builtins.property
+    def kept_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as in Rollout"""
+
+    @_builtins.property
+    def kept_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -95,10 +103,12 @@ class SampledTokens(_message.Message):
         logp: _abc.Iterable[_builtins.float] | None = ...,
         version: _abc.Iterable[_builtins.int] | None = ...,
         finish: _builtins.str = ...,
+        kept_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        kept_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logp", b"logp", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "kept_ids", b"kept_ids", "kept_sizes", b"kept_sizes", "logp", b"logp", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

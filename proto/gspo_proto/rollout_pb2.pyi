@@ -164,6 +164,7 @@ class Sampling(_message.Message):
     MIN_P_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    KEEP_SETS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy: evaluation only"""
     max_tokens: _builtins.int
@@ -176,6 +177,8 @@ class Sampling(_message.Message):
     """0 is off"""
     seed: _builtins.int
     """0 leaves the engine's own"""
+    keep_sets: _builtins.bool
+    """report the tokens that top_k, top_p and min_p kept at each place, for training"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """the tokens of a stop string are the policy's"""
@@ -190,10 +193,11 @@ class Sampling(_message.Message):
         min_p: _builtins.float = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         seed: _builtins.int = ...,
+        keep_sets: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_sets", b"keep_sets", "max_tokens", b"max_tokens", "min_p", b"min_p", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -455,6 +459,8 @@ class Rollout(_message.Message):
     FINISHED_UNIX_S_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     BRANCH_STARTS_FIELD_NUMBER: _builtins.int
+    KEPT_SIZES_FIELD_NUMBER: _builtins.int
+    KEPT_IDS_FIELD_NUMBER: _builtins.int
     EPISODE_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     group: _builtins.int
@@ -503,6 +509,14 @@ class Rollout(_message.Message):
         """
 
     @_builtins.property
+    def kept_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Under Sampling.keep_sets: the number of tokens that each policy token was sampled from, and their ids, one token's
+        after another's. The number is 0 elsewhere, and where ties made them too many to report.
+        """
+
+    @_builtins.property
+    def kept_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
     def episode(self) -> Global___Episode:
         """of the environment"""
 
@@ -533,11 +547,13 @@ class Rollout(_message.Message):
         finished_unix_s: _builtins.float = ...,
         temperature: _builtins.float = ...,
         branch_starts: _abc.Iterable[_builtins.int] | None = ...,
+        kept_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        kept_ids: _abc.Iterable[_builtins.int] | None = ...,
         episode: Global___Episode | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch_starts", b"branch_starts", "environment", b"environment", "episode", b"episode", "evaluation", b"evaluation", "finished_unix_s", b"finished_unix_s", "generator", b"generator", "group", b"group", "issued_unix_s", b"issued_unix_s", "logp", b"logp", "mask", b"mask", "num_rollouts", b"num_rollouts", "num_turns", b"num_turns", "number", b"number", "outcome", b"outcome", "prompt", b"prompt", "rewards", b"rewards", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "branch_starts", b"branch_starts", "environment", b"environment", "episode", b"episode", "evaluation", b"evaluation", "finished_unix_s", b"finished_unix_s", "generator", b"generator", "group", b"group", "issued_unix_s", b"issued_unix_s", "kept_ids", b"kept_ids", "kept_sizes", b"kept_sizes", "logp", b"logp", "mask", b"mask", "num_rollouts", b"num_rollouts", "num_turns", b"num_turns", "number", b"number", "outcome", b"outcome", "prompt", b"prompt", "rewards", b"rewards", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,6 +583,8 @@ class RolloutState(_message.Message):
     EPISODE_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     TURN_ENDED_FIELD_NUMBER: _builtins.int
+    KEPT_SIZES_FIELD_NUMBER: _builtins.int
+    KEPT_IDS_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
     mask: _builtins.bytes
     turn_start: _builtins.int
@@ -599,6 +617,12 @@ class RolloutState(_message.Message):
     def prompt(self) -> Global___Prompt:
         """in place of the task's, where reset had something to say"""
 
+    @_builtins.property
+    def kept_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as in Rollout"""
+
+    @_builtins.property
+    def kept_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -618,10 +642,12 @@ class RolloutState(_message.Message):
         episode: Global___Episode | None = ...,
         prompt: Global___Prompt | None = ...,
         turn_ended: _builtins.bool = ...,
+        kept_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        kept_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "episode", b"episode", "generator", b"generator", "logp", b"logp", "mask", b"mask", "num_turns", b"num_turns", "outcome", b"outcome", "prompt", b"prompt", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "token_ids", b"token_ids", "turn_ended", b"turn_ended", "turn_start", b"turn_start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery", "episode", b"episode", "generator", b"generator", "kept_ids", b"kept_ids", "kept_sizes", b"kept_sizes", "logp", b"logp", "mask", b"mask", "num_turns", b"num_turns", "outcome", b"outcome", "prompt", b"prompt", "schema", b"schema", "started_unix_s", b"started_unix_s", "state_json", b"state_json", "stop", b"stop", "token_ids", b"token_ids", "turn_ended", b"turn_ended", "turn_start", b"turn_start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

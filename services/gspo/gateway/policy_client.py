@@ -22,6 +22,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 
+from gspo.common.streams.entries import tokens_between
 from gspo.common.telemetry import metrics
 from gspo.gateway.generators import Generators, NoGeneratorError
 from gspo.gateway.sessions.recorder import Recorder
@@ -153,7 +154,7 @@ class PolicyClient:
         pieces = self._generators.sample(
             request.request_id,
             request.prompt_token_ids or [],
-            _sampling(params),
+            _sampling(params, keep_sets=self._recorder is not None and self._recorder.keeps_sets),
             session=session_id,
             timeout_s=self._timeout_s,
         )
@@ -185,9 +186,9 @@ async def _record(
 def _single_tokens(piece: SampledTokens) -> Iterator[SampledTokens]:
     """A piece token by token; the last one has the end."""
     last = len(piece.token_ids) - 1
-    for place, (token_id, logp, version) in enumerate(zip(piece.token_ids, piece.logp, piece.version, strict=True)):
+    for place in range(last + 1):
         finish = piece.finish if place == last else ""
-        yield SampledTokens(token_ids=[token_id], logp=[logp], version=[version], finish=finish)
+        yield SampledTokens(**tokens_between(piece, place, place + 1), finish=finish)
     if last < 0:
         yield piece
 
@@ -204,7 +205,7 @@ def _check(params: SamplingParams) -> None:
         raise VLLMValidationError(f"{unknown[0]} is not supported here: {why}", parameter=unknown[0])
 
 
-def _sampling(params: SamplingParams) -> Sampling:
+def _sampling(params: SamplingParams, *, keep_sets: bool) -> Sampling:
     """The generators' form of a request's parameters; stop strings are found here, in the text."""
     return Sampling(
         temperature=params.temperature,
@@ -213,6 +214,7 @@ def _sampling(params: SamplingParams) -> Sampling:
         top_k=max(0, params.top_k),
         min_p=params.min_p,
         seed=params.seed or 0,
+        keep_sets=keep_sets,
     )
 
 

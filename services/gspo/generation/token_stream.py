@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+from gspo.common.streams.entries import tokens_between
 from gspo.generation.engine.api import Completion, EngineLike, Tokens
 from gspo.generation.rollout.driver import RolloutAbortedError, engine_sampling
 from gspo_proto.generation_pb2 import SampledTokens, SampleRequest
@@ -40,9 +41,5 @@ async def stream_tokens(engine: EngineLike, request: SampleRequest) -> AsyncGene
 
 
 def _piece(tokens: Tokens, num_sent: int) -> SampledTokens:
-    return SampledTokens(
-        token_ids=tokens.token_ids[num_sent:],
-        logp=tokens.logp[num_sent:],
-        version=tokens.version[num_sent:],
-        finish=tokens.finish if isinstance(tokens, Completion) else "",
-    )
+    finish = tokens.finish if isinstance(tokens, Completion) else ""
+    return SampledTokens(**tokens_between(tokens, num_sent), finish=finish)

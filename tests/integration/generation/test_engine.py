@@ -44,10 +44,13 @@ class Reference:
 
     def logp(self, prompt: list[int], token_ids: list[int], temperature: float = TEMPERATURE) -> np.ndarray:
         """Log-prob of each token of an answer, [T]."""
+        return self.logp_all(prompt, token_ids, temperature).gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy()
+
+    def logp_all(self, prompt: list[int], token_ids: list[int], temperature: float = TEMPERATURE) -> torch.Tensor:
+        """Log-prob of every token of the vocabulary at each place of an answer, [T, V]."""
         with torch.inference_mode():
             logits = self.model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
-            logp_TV = torch.log_softmax(logits / temperature, dim=-1)
-            return logp_TV.gather(1, torch.tensor(token_ids)[:, None])[:, 0].numpy()
+            return torch.log_softmax(logits / temperature, dim=-1)
 
 
 def sampling(max_tokens: int, **more: Any) -> EngineSampling:
@@ -87,6 +90,36 @@ async def test_logp_of_the_unchanged_policy_is_transformers(generator: SharedEng
     assert delta.std() < 1e-5
     assert np.abs(delta).max() < 1e-4
     assert all(set(c.version) == {generator.engine.version} for c in completions)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 5}, {"top_k": 20, "top_p": 0.95}, {"top_k": 64, "min_p": 0.05}, {"top_k": 64}], ids=str
+)
+async def test_the_tokens_that_top_k_top_p_and_min_p_keep_come_with_their_log_prob(
+    generator: SharedEngine, cut: dict[str, Any]
+) -> None:
+    how, reference = sampling(40, keep_sets=True, **cut), Reference.load(generator.folder)
+    sizes = []
+    for prompt, completion in zip(PROMPTS, await answers(generator.engine, how), strict=True):
+        logp_TV, ids = reference.logp_all(prompt, completion.token_ids), iter(completion.kept_ids)
+        for place, (token, size) in enumerate(zip(completion.token_ids, completion.kept_sizes, strict=True)):
+            kept = [next(ids) for _ in range(size)]
+            assert sorted(kept) == sorted(kept_by(logp_TV[place], **cut))
+            expected = logp_TV[place][token] - torch.logsumexp(logp_TV[place][kept], 0)
+            assert completion.logp[place] == pytest.approx(float(expected), abs=1e-4)
+        sizes += completion.kept_sizes
+        assert next(ids, None) is None
+    assert min(sizes) >= 1 and (max(sizes) == cut["top_k"] or len(cut) > 1)
+    assert (await answers(generator.engine, sampling(2, **cut)))[0].kept_sizes == []
+
+
+def kept_by(logp_V: torch.Tensor, top_k: int, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+    """The ids that are kept: of the likeliest, those that top_p and min_p leave."""
+    ids = logp_V.topk(top_k).indices
+    ids = ids[logp_V[ids] >= logp_V.max() + math.log(min_p)] if min_p else ids
+    p_K = torch.softmax(logp_V[ids], 0)
+    before_K = p_K.cumsum(0) - p_K
+    return [int(token) for token in ids[before_K < top_p]]
 
 
 async def test_an_engine_in_bfloat16_answers_by_the_units_that_the_cpu_has_for_it(tmp_path: Path) -> None:

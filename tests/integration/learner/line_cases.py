@@ -77,28 +77,31 @@ def make_models(folder: Path) -> None:
 
 
 def figures(policy: PolicyModel, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of every second position [2, N], and the gradient of a sum of both."""
+    """Log-probs and entropies of every second position, over all tokens and over four [4, N]; the gradient of a sum."""
     torch.manual_seed(sum(lengths))
     S = sum(lengths)
     token_1S = torch.randint(3, 90, (1, S))
     state_N = torch.arange(0, S, 2)
-    target_N, weight_2N = torch.randint(3, 90, state_N.shape), torch.randn(2, len(state_N))
+    target_N, weight_4N = torch.randint(3, 90, state_N.shape), torch.randn(4, len(state_N))
+    kept_NK = target_N[:, None] + torch.arange(4)
     policy.zero_grad()
-    both_2N = torch.stack(policy(token_1S, PackedRollouts.of(lengths, 256), state_N, target_N))
-    backward((both_2N * weight_2N).sum())
+    line = PackedRollouts.of(lengths, 256)
+    of_all, of_sets = (policy(token_1S, line, state_N, target_N, None, kept) for kept in (None, kept_NK))
+    both_4N = torch.stack([*of_all, *of_sets])
+    backward((both_4N * weight_4N).sum())
     trained = [p for p in policy.parameters() if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    return both_2N.detach(), torch.cat([gradient.flatten() for gradient in gradients])
+    return both_4N.detach(), torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def differences(policy: PolicyModel, ranks: SequenceRanks, lengths: list[int]) -> tuple[float, float]:
     """Between one rank and those that share the line: the largest of any figure, and the gradient's share."""
     policy.ranks = None
-    expected_2N, expected = figures(policy, lengths)
+    expected_4N, expected = figures(policy, lengths)
     policy.ranks = ranks
-    both_2N, gradient = figures(policy, lengths)
+    both_4N, gradient = figures(policy, lengths)
     distributed.all_reduce(gradient, group=ranks._group)
-    return float((both_2N - expected_2N).abs().max()), float((gradient - expected).norm() / expected.norm())
+    return float((both_4N - expected_4N).abs().max()), float((gradient - expected).norm() / expected.norm())
 
 
 def kept_bytes(policy: PolicyModel, ranks: SequenceRanks | None) -> int:

@@ -22,7 +22,7 @@ from torch import distributed
 from gspo.common.config.schema import Config
 from gspo.learner.training.trainer import Trainer
 from tests.support.training import figure_cases
-from tests.support.training.rollout_rows import make_config, make_rows, train, with_version
+from tests.support.training.rollout_rows import make_config, make_rows, train, with_sets, with_version
 
 STEP = 1
 # Case -> learner keys. The others are compared with the first, on one rank.
@@ -107,10 +107,14 @@ def updates_not_applied(model: Path, trainer: Trainer) -> list[str]:
 
 
 def lagging(model: Path, learner: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Two steps on rollouts of the version before the newest; figures of the second, and the policy."""
+    """Two steps on rollouts of the version before the newest; figures of the second, and the policy.
+
+    Its tokens were sampled from few others.
+    """
     trainer = Trainer(make_config(model, algorithm={"pg_clip": 0.05}, learner=learner), model)
     train(trainer, 4, with_version(make_rows(model, step=4, noise=0.05), 2))
-    figures = train(trainer, 5, with_version(make_rows(model, step=5, noise=0.05), 3)).metrics
+    cut = with_sets(model, make_rows(model, step=5, noise=0.05), 12, 0.05)
+    figures = train(trainer, 5, with_version(cut, 3)).metrics
     return figures, trainer.engine.policy()
 
 

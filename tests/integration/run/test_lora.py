@@ -1,6 +1,6 @@
 """LoRA on a mixture of experts with ROLL's block and a dense teacher, by two ranks that share lines, on two sources.
 
-One source has an environment, and groups of equal rewards are replaced by others.
+Tokens are sampled from few. One source has an environment, and groups of equal rewards are replaced by others.
 
 Not here: the books of a run (test_run.py), a mixture whose weights are trained themselves (test_run_moe.py).
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 STEPS, GROUPS = 2, 8
+TOP_K, TOP_P = 20, 0.9
 ROLL = Path(__file__).parents[3] / "examples/arithmetic/roll.yaml"
 WEIGHTS = {"plain": 3.0, "game": 1.0}
 # One turn, whose letters are the reward: two answers of a group hardly have the same, so none of them is filtered.
@@ -73,6 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
             "limit": 3,
             "keep_best": "sampled_mean",
         },
+        sampling={"top_k": TOP_K, "top_p": TOP_P},
         learner={"learning_rate": 1e-2, "lora": {"rank": 4}, "ranks": 2, "sequence_ranks": 2},
         run={"total_steps": STEPS},
     )
@@ -86,7 +89,7 @@ def test_the_start_shows_the_planned_memory(run: WholeRun) -> None:
 
 
 def test_the_engine_serves_what_the_adapters_make_of_the_base(run: WholeRun) -> None:
-    """The engine's log-probs are those of the ranks, each of which has a part of a line."""
+    """The engine's log-probs are those of the ranks, over the same sets. Each rank has a part of a line."""
     versions = [{version for row in run.rows(step) for version in row["version"]} for step in (1, STEPS)]
     assert versions == [{0}, {STEPS - 1}], "the second step was not sampled from pushed weights"
     for line in run.lines("metrics.jsonl"):
@@ -94,8 +97,28 @@ def test_the_engine_serves_what_the_adapters_make_of_the_base(run: WholeRun) -> 
     assert len({line["digest"] for line in run.lines("policy.jsonl")}) == STEPS + 1
 
 
+def test_every_token_has_the_set_that_it_was_sampled_from(run: WholeRun) -> None:
+    smaller = 0
+    for step, line in enumerate(run.lines("metrics.jsonl"), 1):
+        rows = run.rows(step)
+        for row in rows:
+            sizes, ids = row["kept_sizes"], iter(row["kept_ids"])
+            sets = [{next(ids) for _ in range(size)} for size in sizes]
+            assert [bool(size) for size in sizes] == row["mask"]  # a peaked policy has no ties
+            assert all(token in kept for token, kept in zip(row["token_ids"], sets, strict=True) if kept)
+            assert max(sizes) <= TOP_K
+            smaller += sum(0 < size < TOP_K for size in sizes)
+        counted = [size for row in rows for size in row["kept_sizes"] if size and row["skipped"] is None]
+        assert line["figures"]["kept_tokens_mean"] == pytest.approx(sum(counted) / len(counted))
+        assert line["figures"]["skipped_tokens_tied"] == 0
+    assert smaller > 100, "top_p cut nothing"
+
+
 def test_the_teacher_scores_the_sampled_tokens(run: WholeRun) -> None:
-    """The KL from the log alone: old - teacher of each token, and by how much the policy has moved from old."""
+    """The KL from the log alone: old - teacher of each token, and by how much the policy has moved from old.
+
+    Both are over the tokens that the policy sampled from.
+    """
     teacher = AutoModelForCausalLM.from_pretrained(run.folder / "teacher", dtype=torch.float32)
     for step, line in enumerate(run.lines("metrics.jsonl"), 1):
         above = []
@@ -103,11 +126,20 @@ def test_the_teacher_scores_the_sampled_tokens(run: WholeRun) -> None:
             ids = torch.tensor([[*row["prompt_token_ids"], *row["token_ids"]]])
             with torch.inference_mode():
                 logits = teacher(input_ids=ids).logits[0, len(row["prompt_token_ids"]) - 1 : -1]
+            logits = outside_sets_removed(logits, row)
             logp = torch.log_softmax(logits, -1).gather(1, torch.tensor(row["token_ids"])[:, None])[:, 0]
             above.append((torch.tensor(row["logp"]) - logp)[torch.tensor(row["mask"])])
         moved = line["figures"]["token_log_ratio_mean"]
         assert line["figures"]["teacher_kl"] == pytest.approx(float(torch.cat(above).mean()) + moved, abs=1e-4)
     assert "teacher" in drawn_curves((run.run_dir / "report.html").read_text())
+
+
+def outside_sets_removed(logits_TV: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
+    """The logits, with minus infinity outside of the sets of the policy's tokens."""
+    outside_TV = torch.ones_like(logits_TV, dtype=torch.bool)
+    place_N = torch.arange(len(row["kept_sizes"])).repeat_interleave(torch.tensor(row["kept_sizes"]))
+    outside_TV[place_N, torch.tensor(row["kept_ids"])] = False
+    return logits_TV.masked_fill(outside_TV & torch.tensor(row["mask"])[:, None], -torch.inf)
 
 
 def test_the_export_is_the_base_with_its_adapters(run: WholeRun) -> None:

@@ -20,12 +20,13 @@ from gspo.learner.training.trainer import Trainer
 from gspo.learner.training.trainer_api import configured_hyperparameters
 from gspo_core.advantage import RunningMoments
 from tests.support.tiny_model import make_tiny_model
-from tests.support.training.rollout_rows import make_config, make_rows
+from tests.support.training.rollout_rows import make_config, make_rows, with_sets
 
 
-def rows_of_step(model: Path, step: int) -> list[Row]:
-    """Two mini-batches of rollouts of the version before a step, in groups of their own."""
+def rows_of_step(model: Path, step: int, top_k: int = 0) -> list[Row]:
+    """Two mini-batches of rollouts of the version before a step, in groups of their own; with the sets of top_k."""
     rows = make_rows(model, step=step, num_groups=4, num_mini_batches=2, noise=0.05)
+    rows = with_sets(model, rows, top_k, 0.05) if top_k else rows
     return [replace(row, group=row.group + 8 * step) for row in rows]
 
 
@@ -46,7 +47,8 @@ def record_run(folder: Path, *, steps: int = 6, checkpoints: Collection[int] = (
         first = weights_from(0, trainer.engine.policy())
         run.append_version(0, first.digest, first.dtype)
         for step in range(1, steps + 1):
-            rows, used, began = rows_of_step(model, step), configured_hyperparameters(config, step), time.monotonic()
+            rows, began = rows_of_step(model, step, config.sampling.top_k), time.monotonic()
+            used = configured_hyperparameters(config, step)
             run.write_step(step, rows)
             trained = trainer.train(step, rows, (), used)
             weights = weights_from(step, trainer.engine.policy())

@@ -125,16 +125,54 @@ def with_behavior(
     return scored
 
 
+def with_sets(folder: Path, rows: Sequence[Row], top_k: int, noise: float = 0.0) -> list[Row]:
+    """The rows as a generator would report them that samples from `top_k` tokens: their ids, and log-probs over these.
+
+    A token that is not among the likeliest takes the place of the last of them; every seventh set is a smaller one.
+    """
+    model, rng, cut = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), np.random.default_rng(7), []
+    for row in rows:
+        with torch.inference_mode():
+            logp_TV = answer_logp_all(model, row, row.temperature)
+        target_T1 = torch.as_tensor(row.token_ids).long()[:, None]
+        id_TK = logp_TV.scatter(1, target_T1, torch.inf).topk(top_k).indices
+        size_T = np.where(row.mask, np.where(np.arange(len(row.mask)) % 7 == 3, top_k // 2, top_k), 0)
+        is_kept_TK = np.arange(top_k) < size_T[:, None]
+        kept_TK = logp_TV.gather(1, id_TK).masked_fill(~torch.as_tensor(is_kept_TK), -torch.inf)
+        noisy = torch.log_softmax(kept_TK, -1)[:, 0].numpy() + noise * rng.normal(size=len(size_T))
+        kept_ids = id_TK.numpy()[is_kept_TK].astype(np.int32)
+        logp = np.where(row.mask, noisy, 0).astype(np.float32)
+        cut.append(replace(row, logp=logp, kept_sizes=size_T.astype(np.uint8), kept_ids=kept_ids))
+    return cut
+
+
+def set_logp(model: Any, row: Row) -> torch.Tensor:
+    """Log-prob of each answer token over its set: a softmax of all logits, with those outside at minus infinity."""
+    logp_TV = answer_logp_all(model, row, row.temperature)
+    is_kept_TV = torch.zeros_like(logp_TV, dtype=torch.bool)
+    place_N = torch.arange(len(row.kept_sizes)).repeat_interleave(torch.as_tensor(row.kept_sizes).long())
+    is_kept_TV[place_N, torch.as_tensor(row.kept_ids).long()] = True
+    is_kept_TV |= ~torch.as_tensor(row.mask)[:, None]
+    target_T1 = torch.as_tensor(row.token_ids).long()[:, None]
+    return torch.log_softmax(logp_TV.masked_fill(~is_kept_TV, -torch.inf), -1).gather(1, target_T1)[:, 0]
+
+
 def answer_logp(model: Any, row: Row, temperature: float) -> torch.Tensor:
     """Log-prob of every answer token, from full logits of one branch alone; 0 for a branch's first token."""
+    logp_TV = answer_logp_all(model, row, temperature)
+    return logp_TV.gather(1, torch.as_tensor(row.token_ids).long()[:, None])[:, 0]
+
+
+def answer_logp_all(model: Any, row: Row, temperature: float) -> torch.Tensor:
+    """Log-probs of every token of the vocabulary at each answer token [T, V]; 0 for a branch's first token."""
     starts = [0, *row.branch_starts.tolist(), len(row.token_ids)]
     answer, logp = row.token_ids.tolist(), []
     for start, end in pairwise(starts):
         context = [] if start else row.prompt_token_ids.tolist()
         ids = torch.tensor([[*context, *answer[start:end]]])
-        logits = model(input_ids=ids).logits[0, :-1] / temperature
-        of_branch = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
-        logp.append(of_branch[len(context) - 1 :] if context else torch.cat([torch.zeros(1), of_branch]))
+        of_branch_TV = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / temperature, -1)
+        before_TV = of_branch_TV[len(context) - 1 :] if context else torch.zeros_like(of_branch_TV[:1])
+        logp += [before_TV] if context else [before_TV, of_branch_TV]
     return torch.cat(logp)
 
 

@@ -18,7 +18,12 @@ from gspo_proto import rollout_pb2
 from gspo_proto.agent_pb2 import AgentResult, TurnBegin, TurnEnd, TurnEntry, TurnTokens
 from gspo_proto.rollout_pb2 import GroupTask, Prompt, Rollout, Sampling
 
-TASK = GroupTask(group=7, num_rollouts=2, prompt=Prompt(token_ids=[1], text="p"), sampling=Sampling(temperature=0.5))
+TASK = GroupTask(
+    group=7,
+    num_rollouts=2,
+    prompt=Prompt(token_ids=[1], text="p"),
+    sampling=Sampling(temperature=0.5, top_k=3, keep_sets=True),
+)
 SESSION = Session("7-1.secret", TASK, 1, 1, 0.0)
 
 
@@ -29,7 +34,15 @@ def begin(turn: str, continues: str, context: list[int], **more: Any) -> TurnEnt
 
 def tokens(turn: str, *token_ids: int) -> TurnEntry:
     what = TurnTokens(token_ids=token_ids, logp=[-token / 1e4 for token in token_ids], version=[3] * len(token_ids))
+    for token in token_ids:
+        what.kept_sizes.append(len(kept(token)))
+        what.kept_ids.extend(kept(token))
     return TurnEntry(turn=turn, tokens=what)
+
+
+def kept(token: int) -> list[int]:
+    """The tokens that one was sampled from; none where they were too many."""
+    return [token + place for place in range(token % 3)]
 
 
 def end(turn: str, finish: str = "stop", **more: Any) -> TurnEntry:
@@ -81,6 +94,10 @@ def test_each_sampled_token_of_a_finished_turn_is_trained_once_behind_its_own_li
     trained = [token for token, counts in zip(rollout.token_ids, rollout.mask, strict=True) if counts]
     assert Counter(trained) == Counter(list(sampled))
     bounds = [0, *rollout.branch_starts, len(rollout.token_ids)]
+    ids, sets = iter(rollout.kept_ids), list[list[int]]()
+    for size in rollout.kept_sizes:
+        sets.append([next(ids) for _ in range(size)])
+    assert (len(sets), list(ids)) == (len(rollout.token_ids), [])
     for number, (first, last) in enumerate(itertools.pairwise(bounds)):
         line = [*([] if number else rollout.prompt.token_ids), *rollout.token_ids[first:last]]
         assert rollout.mask[first] == (number == 0)
@@ -89,9 +106,9 @@ def test_each_sampled_token_of_a_finished_turn_is_trained_once_behind_its_own_li
                 token = rollout.token_ids[place]
                 assert line[: line.index(token)] == sampled[token]
                 assert rollout.logp[place] == pytest.approx(-token / 1e4)
-                assert rollout.version[place] == 3
+                assert (rollout.version[place], sets[place]) == (3, kept(token))
             else:
-                assert (rollout.logp[place], rollout.version[place]) == (0.0, -1)
+                assert (rollout.logp[place], rollout.version[place], sets[place]) == (0.0, -1, [])
 
 
 def test_the_first_branch_is_the_conversation_that_reward_functions_see() -> None:

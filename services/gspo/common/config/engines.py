@@ -22,6 +22,11 @@ MOST_DRAFT_TOKENS = 128
 SPREAD_STAGE = 3
 # vLLM samples at 0.01 where it is asked for less, and refuses more than 2.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
+# Tokens that one is sampled from; at 4 bytes each they travel with it, and are logged.
+LEAST_TOP_K, MOST_TOP_K = 2, 64
+# vLLM keeps every token that ties with the last of top_k; so many more are listed before a set is not known.
+SPARE_TOKENS = 16
+MOST_KEPT = MOST_TOP_K + SPARE_TOKENS
 Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)]
 # vLLM refuses an empty one.
 StopString = Annotated[str, StringConstraints(min_length=1)]
@@ -34,23 +39,42 @@ class SamplingConfig(Section):
     temperature: Temperature = Field(
         1.0, description="Training and sampled evaluation; the learner's log-probs use it too"
     )
-    top_p: float = Field(1.0, description="Off (1) for training: a cut distribution biases the ratio")
-    top_k: int = Field(0, description="Off (0) for training")
-    min_p: float = Field(0.0, description="Off (0) for training")
+    top_k: int = Field(
+        0,
+        description="Sample each token from the likeliest so many, 2 to 64 (Qwen recommends 20): the learner's "
+        "log-probs are then of these tokens alone, which travel with the rollout. 0 or -1: off",
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Of these, from the likeliest that reach this probability together; 1: off"
+    )
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Of these, from those with this share of the likeliest's probability; 0: off"
+    )
     stop: tuple[StopString, ...] = Field((), description="Strings that end an answer; their tokens are the policy's")
 
     @model_validator(mode="after")
-    def _full_distribution(self) -> SamplingConfig:
-        for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            value = getattr(self, key)
-            if value != off and not (key == "top_k" and value == -1):
+    def _sets_are_small(self) -> SamplingConfig:
+        if self.top_k not in (-1, 0) and not LEAST_TOP_K <= self.top_k <= MOST_TOP_K:
+            raise self.wrong(
+                "top_k",
+                f"must be {LEAST_TOP_K} to {MOST_TOP_K}: one token leaves nothing to learn, and the ids of all that "
+                "are kept travel with each token",
+                f"Set it to {MOST_TOP_K} or less, or to 0 for the whole distribution",
+            )
+        for key, off in (("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(self, key) != off and not self.cuts:
                 raise self.wrong(
                     key,
-                    "cuts the distribution, so the log-probs of generator and learner are not of the same policy and "
-                    "the ratio is biased",
-                    f"Leave it out, or set it to {off}",
+                    "cuts the distribution to any number of tokens. The learner needs the ids of all of them for its "
+                    "log-probs over the same set, or the ratio would be biased",
+                    f"Set sampling.top_k too, up to {MOST_TOP_K}, or {key}: {off:g}",
                 )
         return self
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are sampled from a part of the distribution."""
+        return self.top_k > 0
 
 
 class GenerationConfig(Section):

@@ -286,6 +286,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _sets_can_be_trained(self) -> Config:
+        if not self.sampling.cuts:
+            return self
+        rule = fix = ""
+        if self.teacher.address is not None:
+            rule = "needs log-probs over the tokens that it keeps, and a server (teacher.address) gives those over all"
+            fix = "Set teacher.path in place of teacher.address, or top_k: 0"
+        elif self.generation.draft_tokens:
+            rule = "ends vLLM's process at a step without drafts (generation.draft_tokens)"
+            fix = "Leave one of them out"
+        elif self.agent.sampling == "client":
+            rule = "has no effect under agent.sampling: client, where the requests' own sampling counts"
+            fix = "Leave it out, or set agent.sampling: run"
+        if rule:
+            raise ConfigError("sampling.top_k", self.sampling.top_k, rule, fix)
+        return self
+
+    @model_validator(mode="after")
     def _turns_are_of_conversations(self) -> Config:
         has_turns = self.agent.used or any(source.environment.used for source in self.sources)
         if self.algorithm.loss_agg_mode == "seq-mean-turn-mean" and not has_turns:

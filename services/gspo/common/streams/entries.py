@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -33,6 +33,9 @@ from gspo_proto.rollout_pb2 import (
 )
 
 SCHEMA = 1
+# The arrays of sampled tokens, in every message that has some.
+_Sampled: TypeAlias = Literal["token_ids", "logp", "version", "kept_sizes", "kept_ids"]
+SAMPLED: tuple[_Sampled, ...] = ("token_ids", "logp", "version", "kept_sizes", "kept_ids")
 # A group of long rollouts stays well below this; it is also what gRPC takes.
 MAX_ENTRY_BYTES = 64 * 2**20
 # Rows of the log hold ids as int64, and counts as int32.
@@ -102,6 +105,13 @@ def saved_state(payload: bytes | None) -> RolloutState | None:
     return None
 
 
+def tokens_between(tokens: Any, first: int, last: int | None = None) -> dict[str, Any]:
+    """The arrays of some tokens by name, of a message or an object that has those of sampled tokens."""
+    begin, end = sum(tokens.kept_sizes[:first]), sum(tokens.kept_sizes[:last])
+    arrays = {name: list(getattr(tokens, name)[first:last]) for name in SAMPLED if name != "kept_ids"}
+    return arrays | {"kept_ids": list(tokens.kept_ids[begin:end])}
+
+
 def scored_entry(rollout: bytes, score: Score) -> bytes:
     """The entry of `scored` for the entry of a rollout, whose bytes go in unchanged.
 
@@ -148,7 +158,17 @@ def _problem(message: Any) -> str:
         return _scored_problem(message)
     if isinstance(message, RolloutState):
         lengths = {len(message.token_ids), len(message.logp), len(message.version), len(message.mask)}
-        return "" if len(lengths) == 1 else "arrays of unlike length"
+        return "arrays of unlike length" if len(lengths) > 1 else kept_problem(message)
+    return ""
+
+
+def kept_problem(message: RolloutState | Rollout) -> str:
+    """Why the sets of tokens that were kept do not fit the tokens; empty where they do, or where there are none."""
+    num_sizes, num_tokens = len(message.kept_sizes), len(message.token_ids)
+    if num_sizes not in (0, num_tokens):
+        return f"the sizes of {num_sizes} sets for {num_tokens} tokens"
+    if (num_ids := sum(message.kept_sizes)) != len(message.kept_ids):
+        return f"sets of {num_ids} tokens together, and {len(message.kept_ids)} ids"
     return ""
 
 

@@ -83,7 +83,7 @@ def evaluation_tasks(
             attempt=1,
             num_rollouts=num_rollouts,
             prompt=prompt,
-            sampling=_sampling(config, source, temperature),
+            sampling=_sampling(config, source, temperature, is_evaluation=True),
             rewards=reward_uses(source),
             **_episode(config, source.environment),
             min_version=version,
@@ -93,15 +93,16 @@ def evaluation_tasks(
     ]
 
 
-def _sampling(config: Config, source: Source, temperature: float) -> Sampling:
+def _sampling(config: Config, source: Source, temperature: float, *, is_evaluation: bool = False) -> Sampling:
     # The seed stays the engine's own: a generator for each request slows the sampling of a whole batch.
     return Sampling(
         temperature=temperature,
         max_tokens=config.algorithm.response_length,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
+        top_p=config.sampling.top_p,
+        top_k=max(0, config.sampling.top_k),
+        min_p=config.sampling.min_p,
         stop=source.stop,
+        keep_sets=config.sampling.cuts and not is_evaluation,
     )
 
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 
-from gspo.common.streams.entries import MAX_ENTRY_BYTES, SCHEMA
+from gspo.common.streams.entries import MAX_ENTRY_BYTES, SAMPLED, SCHEMA
 from gspo.gateway.sessions.session_store import Session
 from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn
 from gspo_proto import rollout_pb2
@@ -52,7 +52,7 @@ def agent_rollout(
     )
     if branches:
         rollout.prompt.CopyFrom(_prompt(branches[0][0], task.prompt))
-        _add_tokens(rollout, branches)
+        _add_tokens(rollout, branches, keep_sets=task.sampling.keep_sets)
         rollout.episode.turns_json, rollout.text = _messages(branches[0])
         if (num := len(rollout.prompt.token_ids) + len(rollout.token_ids)) > most_tokens:
             return _too_long(rollout, f"its branches have {num} tokens, and a rollout at most {most_tokens}")
@@ -66,7 +66,9 @@ def agent_rollout(
 
 def _too_long(rollout: Rollout, failure: str) -> Rollout:
     """A failure in place of the tokens."""
-    for name in ("token_ids", "logp", "version", "mask", "branch_starts"):
+    rollout.ClearField("mask")
+    rollout.ClearField("branch_starts")
+    for name in SAMPLED:
         rollout.ClearField(name)
     rollout.outcome = rollout_pb2.OUTCOME_ENVIRONMENT_FAILED
     rollout.episode.failure_kind = TOO_LONG
@@ -95,7 +97,7 @@ def _prompt(first: RecordedTurn, of_task: Prompt) -> Prompt:
     return Prompt(token_ids=first.begin.context, text=of_task.text, messages_json=messages_json, columns_json=columns)
 
 
-def _add_tokens(rollout: Rollout, branches: Sequence[Sequence[RecordedTurn]]) -> None:
+def _add_tokens(rollout: Rollout, branches: Sequence[Sequence[RecordedTurn]], *, keep_sets: bool) -> None:
     """Append the tokens of each branch. Turns that an earlier branch has are context in a later one."""
     trained: set[str] = set()
     for number, branch in enumerate(branches):
@@ -103,22 +105,22 @@ def _add_tokens(rollout: Rollout, branches: Sequence[Sequence[RecordedTurn]]) ->
             rollout.branch_starts.append(len(rollout.token_ids))
         for place, turn in enumerate(branch):
             if number or place:
-                _add_context(rollout, turn.begin.context)
+                _add_context(rollout, turn.begin.context, keep_sets=keep_sets)
             if turn.name in trained:
-                _add_context(rollout, turn.token_ids)
+                _add_context(rollout, turn.token_ids, keep_sets=keep_sets)
                 continue
-            rollout.token_ids.extend(turn.token_ids)
-            rollout.logp.extend(turn.logp)
-            rollout.version.extend(turn.version)
+            for name in SAMPLED:
+                getattr(rollout, name).extend(getattr(turn, name))
             rollout.mask += b"\x01" * len(turn.token_ids)
         trained |= {turn.name for turn in branch}
 
 
-def _add_context(rollout: Rollout, token_ids: Sequence[int]) -> None:
+def _add_context(rollout: Rollout, token_ids: Sequence[int], *, keep_sets: bool) -> None:
     num = len(token_ids)
     rollout.token_ids.extend(token_ids)
     rollout.logp.extend([0.0] * num)
     rollout.version.extend([-1] * num)
+    rollout.kept_sizes.extend([0] * num * keep_sets)
     rollout.mask += b"\x00" * num
 
 

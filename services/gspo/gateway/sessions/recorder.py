@@ -18,6 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 
 from gspo.common.config.schema import Config
+from gspo.common.streams.entries import SAMPLED
 from gspo.common.telemetry import metrics
 from gspo.gateway.sessions.session_store import RolloutTooLargeError, Session, SessionLostError, SessionStore
 from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn, message_digest, stored_message
@@ -57,6 +58,11 @@ class Recorder:
     _num_behind: int = 0  # tokens of the branch behind its first context, with the new context
     _num_added: int = 0  # tokens that the context adds to the rollout
     _holds: bool = False  # tokens of the rollout, from `started` to the end of the request
+
+    @property
+    def keeps_sets(self) -> bool:
+        """Whether its rollout needs the tokens that top_k, top_p and min_p kept at each place."""
+        return self.session.task.sampling.keep_sets
 
     async def conversation(self) -> Conversation:
         """The rollout's turns so far."""
@@ -163,8 +169,7 @@ class Recorder:
             VLLMValidationError: The rollout has used up its bytes, or has ended.
         """
         self._token_ids += piece.token_ids
-        tokens = TurnTokens(token_ids=piece.token_ids, logp=piece.logp, version=piece.version)
-        await self._append(tokens=tokens)
+        await self._append(tokens=TurnTokens(**{name: getattr(piece, name) for name in SAMPLED}))
 
     async def end(self, finish: str, stop: str, *, skip_special_tokens: bool) -> None:
         """Save the end of the answer, with the message that the client is sent.

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo.common.streams.entries import SAMPLED
 from gspo_proto.agent_pb2 import TurnBegin, TurnEnd, TurnEntry
 
 Message = dict[str, Any]
@@ -34,6 +35,8 @@ class RecordedTurn:
     token_ids: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
+    kept_sizes: list[int] = field(default_factory=list)
+    kept_ids: list[int] = field(default_factory=list)
     end: TurnEnd | None = None
 
     @property
@@ -72,9 +75,8 @@ class Conversation:
                     self.turns[entry.turn] = RecordedTurn(entry.turn, entry.begin, before)
                 case "tokens":
                     turn = self.turns[entry.turn]
-                    turn.token_ids += entry.tokens.token_ids
-                    turn.logp += entry.tokens.logp
-                    turn.version += entry.tokens.version
+                    for name in SAMPLED:
+                        getattr(turn, name).extend(getattr(entry.tokens, name))
                 case "end":
                     self.turns[entry.turn].end = entry.end
 

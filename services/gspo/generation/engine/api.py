@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from gspo.generation.engine.staging import PolicyCopies
@@ -25,7 +25,7 @@ class WrongTensorsError(LoadFailedError):
 
 @dataclass(frozen=True)
 class EngineSampling:
-    """How to sample one answer. top_p, top_k and min_p other than off bias a training ratio; evaluation may."""
+    """How to sample one answer; keep_sets reports the tokens that top_k, top_p and min_p kept, for training."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -36,6 +36,7 @@ class EngineSampling:
     min_tokens: int = 0
     ignore_eos: bool = False
     seed: int | None = None
+    keep_sets: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,17 @@ class Tokens:
 
     Each list has one element a token, with the end-of-sequence token if there is one. `logp` is the token's log-prob
     under the distribution that it was sampled from (after temperature), and `version` the version of the weights.
+
+    Attributes:
+        kept_sizes: Under keep_sets, the number of tokens that each was sampled from; 0 where ties made them too many.
+        kept_ids: Their ids, those of one token after those of another.
     """
 
     token_ids: list[int]
     logp: list[float]
     version: list[int]
+    kept_sizes: list[int] = field(default_factory=list, kw_only=True)
+    kept_ids: list[int] = field(default_factory=list, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ OWN_ARGS: Mapping[str, str] = {
     "seed": "set `seed`",
     "max_model_len": "it is algorithm.prompt_length + response_length",
     "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
+    "max_logprobs": "it follows from the largest `sampling.top_k`",
     "weight_transfer_config": "the weights come from the learner",
     "enable_prefix_caching": "the prompts of a group share their prefix",
     "max_num_seqs": "set `generation.max_rollouts`",
@@ -67,9 +68,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
         "reasoning_config reasoning_parser reasoning_parser_plugin served_model_name structured_outputs_config "
         "tokens_only stream_interval enable_trace_replay convert pooler_config"
     ),
-    "nothing reads what it returns": (
-        "aux_output_config enable_return_routed_experts return_sampling_mask max_logprobs"
-    ),
+    "nothing reads what it returns": ("aux_output_config enable_return_routed_experts return_sampling_mask"),
     "it names what a model hub has, or how a folder is read, and `model.path` is a folder": (
         "code_revision revision tokenizer_revision tokenizer_mode hf_token hf_config_path config_format download_dir "
         "ignore_patterns model_weights model_loader_extra_config pt_load_map_location"

@@ -27,7 +27,7 @@ from vllm.v1.engine import utils as vllm_processes
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from gspo.common.config.engines import GenerationConfig
+from gspo.common.config.engines import MOST_KEPT, GenerationConfig
 from gspo.common.host.machine import CACHE_ARGUMENT, GIB
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import (
@@ -43,7 +43,13 @@ from gspo.generation.engine.api import (
 )
 from gspo.generation.engine.process import CPU_ENVIRONMENT, ForkedProcess
 from gspo.generation.engine.staging import PolicyCopies, PolicyCopy
-from gspo.generation.engine.vllm_requests import completion_of, cut_by, drafts_of, sampling_params, version_of_each
+from gspo.generation.engine.vllm_requests import (
+    completion_of,
+    cut_by,
+    drafts_of,
+    sampling_params,
+    tokens_of,
+)
 from gspo.generation.engine.weights import BACKEND, MISSING
 
 # On a CPU vLLM's default is a worker process of its own, bound to all cores but one, and a scheduler process that
@@ -73,7 +79,7 @@ class Engine:
 
     def __init__(self, llm: AsyncLLM, version: int) -> None:
         self.version, self.is_asleep, self.drafts = version, False, Drafts()
-        self._llm = llm
+        self._llm, self._vocabulary = llm, llm.model_config.get_vocab_size()
         self._broken: str | None = None
         self._num_loads = 0
         self._changing = asyncio.Lock()
@@ -115,8 +121,8 @@ class Engine:
         num_restarts = self._num_restarts
         prompt = tokens_input(prompt_token_ids, cache_salt=str(self._num_loads))
         try:
-            async for output in self._llm.generate(prompt, sampling_params(sampling), request_id):
-                completion = completion_of(output.outputs[0])
+            async for output in self._llm.generate(prompt, sampling_params(sampling, self._vocabulary), request_id):
+                completion = completion_of(output.outputs[0], self._vocabulary)
                 self._count_drafts(output.outputs[0])
                 ended_by_load = completion.finish == "aborted" and self._num_restarts > num_restarts
                 return replace(completion, finish="restart") if ended_by_load else completion
@@ -142,9 +148,8 @@ class Engine:
         state = self._request_state(request_id)
         if state is None or state.logprobs_processor.logprobs is None:
             return Tokens([], [], [])
-        token_ids = list(state.detokenizer.output_token_ids)
-        logp = list(state.logprobs_processor.logprobs.logprobs)
-        return Tokens(token_ids, logp, version_of_each(state._weight_version_spans()))
+        listed, spans = state.logprobs_processor.logprobs, state._weight_version_spans()
+        return tokens_of(state.detokenizer.output_token_ids, listed, spans, self._vocabulary)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns the tokens sampled so far, as `aborted`."""
@@ -353,6 +358,7 @@ def engine_arguments(
         seed=seed,
         max_model_len=max_model_len,
         logprobs_mode="processed_logprobs",
+        max_logprobs=MOST_KEPT,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         enable_prefix_caching=True,
         max_num_seqs=generation.max_rollouts,

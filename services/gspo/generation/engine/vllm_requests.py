@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 
 import numpy as np
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 
-from gspo.common.config.engines import LEAST_TEMPERATURE
-from gspo.generation.engine.api import Completion, Drafts, EngineSampling, Finish
+from gspo.common.config.engines import LEAST_TEMPERATURE, SPARE_TOKENS
+from gspo.generation.engine.api import Completion, Drafts, EngineSampling, Finish, Tokens
 
 # Messages carry float32.
 _LEAST_TEMPERATURE = float(np.float32(LEAST_TEMPERATURE))
@@ -20,18 +21,20 @@ _FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "a
 
 
 @lru_cache(maxsize=64)
-def sampling_params(sampling: EngineSampling) -> SamplingParams:
-    """vLLM's parameters of a request.
+def sampling_params(sampling: EngineSampling, vocabulary: int) -> SamplingParams:
+    """vLLM's parameters of a request to a model with so many tokens.
 
     Raises:
         ValueError: vLLM refuses a value, or would sample at another temperature.
     """
     if 0 < sampling.temperature < _LEAST_TEMPERATURE:
         raise ValueError(f"temperature {sampling.temperature:g} is below {LEAST_TEMPERATURE}, vLLM's least above 0")
+    values = asdict(sampling)
+    num_logprobs = num_listed(sampling.top_k, vocabulary) if values.pop("keep_sets") else 0
     return SamplingParams(
-        **asdict(sampling) | {"stop": list(sampling.stop)},
-        # Exactly the sampled token's log-prob, in one flat list instead of an object a token.
-        logprobs=0,
+        **values | {"stop": list(sampling.stop)},
+        # The sampled token's log-prob, in one flat list instead of an object a token.
+        logprobs=num_logprobs,
         flat_logprobs=True,
         # Only stop strings need text.
         detokenize=bool(sampling.stop),
@@ -50,13 +53,37 @@ def cut_by(sampling: EngineSampling) -> str:
     return next((key for key in ("top_p", "top_k", "min_p") if getattr(sampling, key) != getattr(off, key)), "")
 
 
-def completion_of(output: CompletionOutput) -> Completion:
-    """vLLM's answer with log-prob and version of each token."""
-    token_ids = list(output.token_ids)
-    version = version_of_each(output.weight_versions)
+def num_listed(top_k: int, vocabulary: int) -> int:
+    """Log-probs that are asked for at each place to see which tokens top_k has kept."""
+    return min(top_k + SPARE_TOKENS, vocabulary)
+
+
+def completion_of(output: CompletionOutput, vocabulary: int) -> Completion:
+    """vLLM's answer with log-prob and version of each token, and the tokens that it was sampled from."""
     stop_string = output.stop_reason if isinstance(output.stop_reason, str) else None
     finish: Finish = "stop_string" if stop_string is not None else _FINISH[output.finish_reason]
-    return Completion(token_ids, list(output.logprobs.logprobs), version, finish, stop_string)
+    tokens = tokens_of(output.token_ids, output.logprobs, output.weight_versions, vocabulary)
+    return Completion(**vars(tokens), finish=finish, stop_string=stop_string)
+
+
+def tokens_of(
+    token_ids: Sequence[int], listed: FlatLogprobs, spans: list[WeightVersionSpan] | None, vocabulary: int
+) -> Tokens:
+    """Sampled tokens from vLLM's records.
+
+    At each place vLLM lists the sampled token, and then the likeliest ones. Those that were cut off have minus
+    infinity. If the last one listed is finite, further tokens may tie with it, and the set is not known.
+    """
+    num, version = len(token_ids), version_of_each(spans)
+    if len(listed.logprobs) == num:  # the sampled tokens alone
+        return Tokens(list(token_ids), list(listed.logprobs), version)
+    logp_TL = np.array(listed.logprobs, np.float64).reshape(num, -1)
+    is_kept_TK = np.isfinite(logp_TL[:, 1:])
+    if is_kept_TK.shape[1] < vocabulary:
+        is_kept_TK &= ~is_kept_TK[:, -1:]
+    id_TK = np.array(listed.token_ids, np.int64).reshape(num, -1)[:, 1:]
+    kept_sizes, kept_ids = is_kept_TK.sum(1).tolist(), id_TK[is_kept_TK].tolist()
+    return Tokens(list(token_ids), logp_TL[:, 0].tolist(), version, kept_sizes=kept_sizes, kept_ids=kept_ids)
 
 
 def drafts_of(output: CompletionOutput) -> Drafts:

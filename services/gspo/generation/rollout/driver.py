@@ -16,6 +16,7 @@ from itertools import count
 from transformers import PreTrainedTokenizerBase
 
 from gspo.common.config.engines import GenerationConfig
+from gspo.common.streams.entries import tokens_between
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import Completion, EngineLike, EngineSampling
 from gspo.generation.rollout.detokenizer import Detokenizer
@@ -146,14 +147,8 @@ def cut_at_stop(
     for num_kept in range(1, min(reach, len(piece.token_ids)) + 1 if tail else 0):
         text = tokenizer.decode(tail + piece.token_ids[:num_kept], skip_special_tokens=True)
         if stop_string := next((stop for stop in stops if stop in text), None):
-            return replace(
-                piece,
-                token_ids=piece.token_ids[:num_kept],
-                logp=piece.logp[:num_kept],
-                version=piece.version[:num_kept],
-                finish="stop_string",
-                stop_string=stop_string,
-            )
+            kept = tokens_between(piece, 0, num_kept)
+            return replace(piece, **kept, finish="stop_string", stop_string=stop_string)
     return piece
 
 
@@ -168,6 +163,7 @@ def engine_sampling(sampling: rollout_pb2.Sampling, max_tokens: int, num_before:
         stop=tuple(sampling.stop),
         # With the same seed the second piece would be drawn with the random numbers of the first.
         seed=sampling.seed + num_before if sampling.seed else None,
+        keep_sets=sampling.keep_sets,
     )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
-from gspo.common.streams.entries import SCHEMA, saved_state
+from gspo.common.streams.entries import SAMPLED, SCHEMA, saved_state, tokens_between
 from gspo.common.streams.keys import rollout_key
 from gspo.common.streams.token_counts import RolloutTokens, num_sampled
 from gspo.generation.engine.api import Completion, Finish, Tokens
@@ -249,6 +249,7 @@ class InFlightRollout:
         state.token_ids.extend(token_ids)
         state.logp.extend([0.0] * num)
         state.version.extend([-1] * num)
+        state.kept_sizes.extend([0] * num * self.task.sampling.keep_sets)
         state.mask += b"\x00" * num
         state.turn_start, state.turn_ended = len(state.token_ids), False
         state.num_turns += 1
@@ -306,12 +307,9 @@ class InFlightRollout:
         self.num_pieces, self._saved_head = self.num_pieces + 1 if follows else 0, head
         if not follows:
             return self.snapshot(running, num_deliveries).SerializeToString(), 0
-        kept, new = slice(num_before, None), slice(max(0, num_before - num_kept), None)
-        piece = RolloutState(
-            token_ids=[*self.state.token_ids[kept], *running.token_ids[new]],
-            logp=[*self.state.logp[kept], *running.logp[new]],
-            version=[*self.state.version[kept], *running.version[new]],
-        )
+        piece = RolloutState(**tokens_between(self.state, num_before))
+        for name, values in tokens_between(running, max(0, num_before - num_kept)).items():
+            getattr(piece, name).extend(values)
         return piece.SerializeToString(), self.num_pieces
 
     def _without_tokens(self, num_deliveries: int) -> bytes:
@@ -319,7 +317,8 @@ class InFlightRollout:
         state = RolloutState()
         state.CopyFrom(self.state)
         state.delivery = num_deliveries
-        for name in ("token_ids", "logp", "version", "mask"):
+        state.ClearField("mask")
+        for name in SAMPLED:
             state.ClearField(name)
         return state.SerializeToString()
 
@@ -341,6 +340,8 @@ class InFlightRollout:
             logp=state.logp,
             version=state.version,
             mask=state.mask,
+            kept_sizes=state.kept_sizes,
+            kept_ids=state.kept_ids,
             text=self._end_conversation(last_turn_text) if task.environment else last_turn_text,
             outcome=state.outcome,
             stop=state.stop,
@@ -377,7 +378,6 @@ def _new_state(started_unix_s: float) -> RolloutState:
 
 
 def _append(state: RolloutState, sampled: Tokens) -> None:
-    state.token_ids.extend(sampled.token_ids)
-    state.logp.extend(sampled.logp)
-    state.version.extend(sampled.version)
+    for name in SAMPLED:
+        getattr(state, name).extend(getattr(sampled, name))
     state.mask += b"\x01" * len(sampled.token_ids)

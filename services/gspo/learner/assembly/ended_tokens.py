@@ -51,8 +51,11 @@ def row_key(rollout: Rollout | Row) -> str:
 def trained_tokens(row: Row) -> EndedTokens:
     """The tokens of a logged row: those in its loss, and those that were left out and why."""
     num_counted = 0 if row.skipped else int(row.mask.sum())
-    masked = f"masked_{row.skipped or 'stale'}"
-    return EndedTokens(row_key(row), "trained", num_counted, masked, row.num_sampled - num_counted)
+    num_masked = row.num_sampled - num_counted
+    # A rollout has one column for its masked tokens: ties beside old ones count as old.
+    are_tied = 0 < num_masked == row.num_tied
+    masked = f"masked_{row.skipped or ('tied' if are_tied else 'stale')}"
+    return EndedTokens(row_key(row), "trained", num_counted, masked, num_masked)
 
 
 def late_tokens(rollout: Rollout, column: str) -> EndedTokens:

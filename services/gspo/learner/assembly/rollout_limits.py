@@ -13,9 +13,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo.common.config.engines import MOST_KEPT
 from gspo.common.config.schema import Config
 from gspo.common.model.files import model_folder
 from gspo.common.plain_json import read_json_file
+from gspo.common.streams.entries import kept_problem
 from gspo_proto.rollout_pb2 import Rollout, ScoredRollout
 
 # A probability is at most 1; engines that round reach a little beyond.
@@ -33,6 +35,7 @@ class RolloutLimits:
         prompt_length, response_length: In tokens, at most.
         rollout_length: Tokens of all branches with their contexts, at most.
         vocabulary: Tokens that the model has.
+        keeps_sets: Whether every policy token has the tokens that it was sampled from (sampling.top_k).
         is_taught: Whether every scored rollout has a teacher's log-probs (teacher.address).
     """
 
@@ -42,6 +45,7 @@ class RolloutLimits:
     rollout_length: int
     vocabulary: int
     is_taught: bool = False
+    keeps_sets: bool = False
 
     def check(self, scored: ScoredRollout) -> None:
         """Refuse a rollout that cannot be of this run.
@@ -68,6 +72,7 @@ class RolloutLimits:
             or self._branch_problem(rollout)
             or self._token_problem("answer", answer, self.rollout_length)
             or _logp_problem(np.array(rollout.logp, np.float32), "a behavior log-prob")
+            or self._set_problem(rollout)
         )
 
     def _branch_problem(self, rollout: Rollout) -> str:
@@ -85,6 +90,26 @@ class RolloutLimits:
             return f"a branch of {max(others)} tokens, and one of this run has at most {longest}"
         if whole > self.rollout_length:
             return f"its branches have {whole} tokens, and those of a rollout at most {self.rollout_length} in this run"
+        return ""
+
+    def _set_problem(self, rollout: Rollout) -> str:
+        """Tokens with sets in a run without sampling.top_k or the reverse, or a token that is not in its set."""
+        if problem := kept_problem(rollout):
+            return problem
+        if bool(rollout.kept_sizes) != (self.keeps_sets and bool(rollout.token_ids)):
+            with_sets = "has" if rollout.kept_sizes else "lacks"
+            return f"it {with_sets} the tokens that each was sampled from, unlike rollouts of this run (sampling.top_k)"
+        size_T, kept_N = np.array(rollout.kept_sizes, np.int64), np.array(rollout.kept_ids, np.int64)
+        if (widest := int(size_T.max(initial=0))) > MOST_KEPT:
+            return f"a set of {widest} tokens, and one has at most {MOST_KEPT}"
+        if (highest := int(kept_N.max(initial=0))) >= self.vocabulary:
+            return f"token {highest} in a set, and the model's vocabulary has {self.vocabulary}"
+        place_N = np.repeat(np.arange(len(size_T)), size_T)
+        if len(np.unique(np.stack([place_N, kept_N]), axis=1).T) != len(kept_N):
+            return "a token is twice in a set"
+        is_own_N = kept_N == np.array(rollout.token_ids, np.int64)[place_N]
+        if (num := int(is_own_N.sum())) != (of := int((size_T > 0).sum())):
+            return f"{of - num} tokens are not in the sets that they were sampled from"
         return ""
 
     def _teacher_problem(self, scored: ScoredRollout) -> str:
@@ -138,4 +163,5 @@ def rollout_limits(config: Config) -> RolloutLimits:
         rollout_length=algorithm.longest_rollout,
         vocabulary=vocabulary if isinstance(vocabulary, int) else _END_OF_INT32,
         is_taught=config.teacher.address is not None,
+        keeps_sets=config.sampling.cuts,
     )

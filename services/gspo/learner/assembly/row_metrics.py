@@ -31,11 +31,24 @@ def row_metrics(rows: Sequence[Row], step: int) -> dict[str, float]:
         **{f"skipped_tokens_{reason}": float(_skipped_tokens(rows, reason)) for reason in SKIP_REASONS},
         "response_tokens_mean": math.fsum(lengths) / max(1, len(rows)),
         "truncated_share": sum(row.outcome == "truncated" for row in rows) / max(1, len(rows)),
+        **_set_metrics(rows),
         **_answer_metrics(rows),
         **_branch_metrics(rows),
         **_conversation_metrics(rows),
     }
     return counted | _reward_metrics(rows) | _source_metrics(rows) | _trained_metrics(rows, step)
+
+
+def _set_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """Tokens that ties leave out, and the mean number that a token was sampled from; empty without sampling.top_k."""
+    sizes = [row.kept_sizes[row.mask] for row in rows if len(row.kept_sizes)]
+    if not sizes:
+        return {}
+    size_N = np.concatenate(sizes)
+    return {
+        "skipped_tokens_tied": float(sum(row.num_tied for row in rows if row.skipped is None)),
+        "kept_tokens_mean": float(size_N.mean()) if len(size_N) else 0.0,
+    }
 
 
 def _answer_metrics(rows: Sequence[Row]) -> dict[str, float]:
@@ -129,7 +142,7 @@ def _skipped_tokens(rows: Sequence[Row], reason: str) -> int:
     """Sampled tokens of skipped rollouts; under stale also those that left the mask of another rollout."""
     tokens = sum(row.num_sampled for row in rows if row.skipped == reason)
     if reason == "stale":
-        tokens += sum(row.num_sampled - int(row.mask.sum()) for row in rows if row.skipped is None)
+        tokens += sum(row.num_sampled - int(row.mask.sum()) - row.num_tied for row in rows if row.skipped is None)
     return tokens
 
 

@@ -32,6 +32,7 @@ Text = Annotated[str, pa.string()]
 MaybeText = Annotated[str | None, pa.string()]
 Ints_T = Annotated[NDArray[np.int32], pa.list_(pa.int32())]
 Floats_T = Annotated[NDArray[np.float32], pa.list_(pa.float32())]
+Bytes_T = Annotated[NDArray[np.uint8], pa.list_(pa.uint8())]
 Bools_T = Annotated[NDArray[np.bool_], pa.list_(pa.bool_())]
 
 
@@ -57,6 +58,9 @@ class Row:
     branch_starts: Places in the arrays where a further branch begins, with its own context; empty where there is one.
     teacher_logp: The log-prob of every token by the teacher at teacher.address; empty without one.
     logged_json: The values that functions logged: an object of FUNCTION/COLUMN; empty without any.
+    kept_sizes: The number of tokens that each token was sampled from under sampling.top_k; 0 elsewhere, and where ties
+        made them too many, which `mask` leaves out. Empty without top_k.
+    kept_ids: Their ids, those of one token after those of another.
     """
 
     step: Small
@@ -98,6 +102,8 @@ class Row:
     branch_starts: Ints_T = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     teacher_logp: Floats_T = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     logged_json: Text = ""
+    kept_sizes: Bytes_T = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    kept_ids: Ints_T = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     @property
     def branch_bounds(self) -> list[tuple[int, int]]:
@@ -109,12 +115,20 @@ class Row:
         """Tokens that the policy sampled, whether they count or not."""
         return int((self.version >= 0).sum())
 
+    @property
+    def num_tied(self) -> int:
+        """Tokens that do not count because ties made the tokens that they were sampled from too many."""
+        return int((self.version[: len(self.kept_sizes)] >= 0)[self.kept_sizes == 0].sum())
+
 
 _COLUMNS = get_type_hints(Row, include_extras=True).items()
 SCHEMA = pa.schema(
     [pa.field(name, column.__metadata__[0], column in {MaybeNumber, MaybeText}) for name, column in _COLUMNS],
     metadata={"gspo.schema": SCHEMA_NUMBER},
 )
+
+# The last columns, which step files of earlier versions lack: a row then has their defaults.
+_LATER = ("kept_sizes", "kept_ids")
 
 
 @dataclass(frozen=True)
@@ -141,7 +155,9 @@ def row_from_scored(scored: ScoredRollout) -> Row:
         ValueError: The arrays differ in length, a policy token has no version, or there is neither reward nor failure.
     """
     rollout, score = scored.rollout, scored.score
-    arrays = _token_arrays(rollout)
+    arrays, kept_sizes = _token_arrays(rollout), np.array(rollout.kept_sizes, dtype=np.uint8)
+    if len(kept_sizes):
+        arrays["mask"] &= kept_sizes > 0
     if score.WhichOneof("result") is None:
         raise ValueError("a score holds neither a reward nor a failure")
     reward, failure = reward_or_failure(score)
@@ -181,6 +197,8 @@ def row_from_scored(scored: ScoredRollout) -> Row:
         branch_starts=np.array(rollout.branch_starts, dtype=np.int32),
         teacher_logp=np.array(score.teacher_logp, dtype=np.float32),
         logged_json=score.logged_json,
+        kept_sizes=kept_sizes,
+        kept_ids=np.array(rollout.kept_ids, dtype=np.uint32).astype(np.int32),
     )
 
 
@@ -242,9 +260,10 @@ def from_table(table: Any) -> list[Row]:
     Raises:
         ValueError: The columns are not those of this version.
     """
-    if not table.schema.equals(SCHEMA):
+    stored = pa.schema([c for c in SCHEMA if c.name in table.column_names or c.name not in _LATER], SCHEMA.metadata)
+    if not table.schema.equals(stored):
         raise ValueError(f"the table's columns are not those of a step file of this version:\n{table.schema}")
-    columns = [_from_column(table.column(column.name), column.type) for column in SCHEMA]
+    columns = [_from_column(table.column(column.name), column.type) for column in stored]
     return [Row(*values) for values in zip(*columns, strict=True)]
 
 

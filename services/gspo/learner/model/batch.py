@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gspo.learner.assembly.rows import Row
+from gspo_core.kept_logprobs import NO_TOKEN
 from gspo_core.packing import micro_batches, packed_micro_batches
 from gspo_core.stats import Stats
 
@@ -50,6 +51,9 @@ class StepBatch:
         mini_batch_B: The optimizer step of each rollout.
         branch_BT: The number of each token's branch, from 0; None where sequences of the formulas are whole rollouts.
         temperature_B: That of each rollout's sampling; None where all have the run's.
+        kept: Per rollout, the ids that each token that counts was sampled from, [counted tokens, K], filled up with
+            NO_TOKEN. K is that of all rollouts, so that sums over it do not depend on the micro-batch. None where
+            sampling cuts nothing.
     """
 
     rows: tuple[Row, ...]
@@ -63,6 +67,7 @@ class StepBatch:
     mini_batch_B: Tensor
     branch_BT: Tensor | None = None
     temperature_B: Tensor | None = None
+    kept: tuple[Tensor, ...] | None = None
 
     @classmethod
     def from_rows(cls, rows: Sequence[Row], *, by_branch: bool = False, own_temperatures: bool = False) -> StepBatch:
@@ -89,6 +94,7 @@ class StepBatch:
             mini_batch_B=torch.tensor([row.mini_batch for row in trained], dtype=torch.long),
             branch_BT=_side_by_side([_branch_numbers(row) for row in trained]).long() if by_branch else None,
             temperature_B=torch.tensor([row.temperature for row in trained]).float() if own_temperatures else None,
+            kept=_kept(trained),
         )
 
     @property
@@ -218,6 +224,7 @@ class MicroBatch:
         mask_RT: Their places among the answers' positions, up to the longest here.
         backward: Whether its loss has a gradient.
         temperature_N: That of each counted token's sampling; None where it is the run's.
+        kept_NK: The ids that each counted token was sampled from; None where sampling cuts nothing.
     """
 
     row_R: Tensor
@@ -229,25 +236,24 @@ class MicroBatch:
     mask_RT: Tensor
     backward: bool
     temperature_N: Tensor | None = None
+    kept_NK: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The inputs of model and loss on `device`; the places in the step's own tensors stay where those are."""
-        tensors = {name: getattr(self, name).to(device) for name in ("input_RS", "state_N", "target_N", "mask_RT")}
-        if self.temperature_N is not None:
-            tensors["temperature_N"] = self.temperature_N.to(device)
+        names = ("input_RS", "state_N", "target_N", "mask_RT", "temperature_N", "kept_NK")
+        tensors = {name: tensor.to(device) for name in names if (tensor := getattr(self, name)) is not None}
         return replace(self, line=self.line.to(device) if self.line else None, **tensors)
 
     def without_counted(self) -> MicroBatch:
         """The same input, in which no token counts."""
-        nothing = self.state_N[:0]
-        temperature_N = None if self.temperature_N is None else self.temperature_N[:0]
-        mask_RT = torch.zeros_like(self.mask_RT)
-        return replace(self, state_N=nothing, target_N=nothing, mask_RT=mask_RT, temperature_N=temperature_N)
+        names = ("state_N", "target_N", "temperature_N", "kept_NK")
+        nothing = {name: tensor[:0] for name in names if (tensor := getattr(self, name)) is not None}
+        return replace(self, mask_RT=torch.zeros_like(self.mask_RT), **nothing)
 
     @property
     def model_input(self) -> tuple[Any, ...]:
         """The arguments of PolicyModel's forward."""
-        return self.input_RS, self.line, self.state_N, self.target_N, self.temperature_N
+        return self.input_RS, self.line, self.state_N, self.target_N, self.temperature_N, self.kept_NK
 
     @property
     def width(self) -> int:
@@ -339,6 +345,19 @@ def _model_input(row: Row) -> tuple[Tensor, tuple[Branch, ...], Tensor]:
     return token_S, tuple(branches), state_N
 
 
+def _kept(rows: Sequence[Row]) -> tuple[Tensor, ...] | None:
+    """The sets of `StepBatch.kept`."""
+    widest = max((int(row.kept_sizes.max(initial=0)) for row in rows), default=0)
+    if not widest:
+        return None
+    kept = []
+    for row in rows:
+        kept_TK = np.full((len(row.token_ids), widest), NO_TOKEN, dtype=np.int32)
+        kept_TK[np.arange(widest) < row.kept_sizes[:, None]] = row.kept_ids
+        kept.append(torch.as_tensor(kept_TK[row.mask]))
+    return tuple(kept)
+
+
 def _branch_numbers(row: Row) -> NDArray[np.int64]:
     return np.searchsorted(row.branch_starts, np.arange(len(row.token_ids)), side="right")
 
@@ -365,7 +384,8 @@ def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | Non
     temperature_N = None
     if batch.temperature_B is not None:
         temperature_N = batch.temperature_B[row_R].repeat_interleave(mask_RT.sum(1))
-    return MicroBatch(row_R, place_I, input_RS, line, state_N, target_N, mask_RT, backward, temperature_N)
+    kept_NK = None if batch.kept is None else torch.cat([batch.kept[row] for row in rows])
+    return MicroBatch(row_R, place_I, input_RS, line, state_N, target_N, mask_RT, backward, temperature_N, kept_NK)
 
 
 class PassObserver:

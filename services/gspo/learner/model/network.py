@@ -30,6 +30,7 @@ from gspo.learner.model.fused_logprobs import fused_token_logprobs
 from gspo.learner.model.named_weights import Whole
 from gspo.learner.model.spread_weights import Spreading, each_loaded, whole_where_used
 from gspo.learner.ranks.sequence_ranks import SequenceRanks
+from gspo_core.kept_logprobs import kept_logprobs
 from gspo_core.logprobs import token_logprobs
 
 if TYPE_CHECKING:
@@ -79,11 +80,13 @@ class PolicyModel(nn.Module):
         state_N: Tensor,
         target_N: Tensor,
         temperature_N: Tensor | None = None,
+        kept_NK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(logp_N, entropy_N), float32, of target_N, each predicted by the state at its flat place in [R, S].
 
         `line` says how rollouts lie in the one row of input_RS; None where each row is one. Ranks that share lines give
-        the same input, and get the same result. `temperature_N` is each target's; None is the run's for all.
+        the same input, and get the same result. `temperature_N` is each target's; None is the run's for all. `kept_NK`
+        are the tokens that each target was sampled from; None is the vocabulary.
         """
         lower = self._dtype != torch.float32
         # A weight is used once in a forward. The cache would keep a copy of every one of them until its end.
@@ -91,13 +94,13 @@ class PolicyModel(nn.Module):
             states_RSD = hidden_states(self.causal_lm, input_RS, line, self.ranks)
         states = states_RSD.flatten(0, 1)
         if self.ranks is None:
-            return self._logprobs(states.index_select(0, state_N), target_N, temperature_N)
+            return self._logprobs(states.index_select(0, state_N), target_N, temperature_N, kept_NK)
         # states are those of this rank's part.
         P, length = len(states), input_RS.shape[1]
         own_N = self.ranks.own_places(state_N, length)
         place_M = state_N[own_N] % P
-        temperature_M = None if temperature_N is None else temperature_N[own_N]
-        own = self._logprobs(states.index_select(0, place_M), target_N[own_N], temperature_M)
+        temperature_M, kept_MK = (None if x_N is None else x_N[own_N] for x_N in (temperature_N, kept_NK))
+        own = self._logprobs(states.index_select(0, place_M), target_N[own_N], temperature_M, kept_MK)
         figures_P2 = states.new_zeros(P, 2, dtype=own[0].dtype).index_copy(0, place_M, torch.stack(own, 1))
         logp_N, entropy_N = self.ranks.whole(figures_P2, length).index_select(0, state_N).unbind(1)
         return logp_N, entropy_N
@@ -115,7 +118,9 @@ class PolicyModel(nn.Module):
         else:
             self.causal_lm.gradient_checkpointing_disable()
 
-    def _logprobs(self, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor | None, kept_NK: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         temperature = self._temperature
         if temperature_N is not None:  # logits are linear in the states
             hidden_ND, temperature = hidden_ND.float() / temperature_N[:, None], 1.0
@@ -126,6 +131,8 @@ class PolicyModel(nn.Module):
             rows = FUSED_ROWS if self._is_compiled else 2 * FUSED_ROWS  # of which token_logprobs takes half
         else:
             rows = max(_LEAST_ROWS, _LOGITS_AT_A_TIME // len(head_VD))
+        if kept_NK is not None:  # few numbers of each row: there is nothing to fuse
+            return kept_logprobs(hidden_ND, head_VD, target_N, kept_NK, temperature=temperature, chunk_size=rows)
         function = fused_token_logprobs if self._is_compiled else token_logprobs
         return function(hidden_ND, head_VD, target_N, temperature=temperature, chunk_size=rows)
 

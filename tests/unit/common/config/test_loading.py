@@ -147,7 +147,10 @@ def test_an_unknown_key_in_a_list_is_one_problem(minimal: dict[str, Any]) -> Non
     ("section", "keys", "where"),
     [
         ("sampling", {"top_p": 0.9}, "sampling.top_p"),
-        ("sampling", {"top_k": 50}, "sampling.top_k"),
+        ("sampling", {"top_p": 1.1, "top_k": 20}, "sampling.top_p"),
+        ("sampling", {"top_k": 65}, "sampling.top_k"),
+        ("sampling", {"top_k": 1}, "sampling.top_k"),
+        ("sampling", {"top_k": -2}, "sampling.top_k"),
         ("sampling", {"min_p": 0.1}, "sampling.min_p"),
         ("run", {"total_steps": None}, "run.total_steps"),
         ("learner", {"schedule": "cosine"}, "learner.schedule"),
@@ -172,6 +175,32 @@ def test_a_rule_of_two_sentences_stays_apart_from_the_fix() -> None:
 def test_sampling_that_is_off_is_allowed(minimal: dict[str, Any], off: dict[str, float]) -> None:
     minimal["sampling"] = off
     parse_config(minimal, Path())
+
+
+@pytest.mark.parametrize("keys", [{"top_k": 20, "top_p": 0.95}, {"top_k": 64, "min_p": 0.05}, {"top_k": 2}])
+def test_sampling_from_few_tokens_is_allowed(minimal: dict[str, Any], keys: dict[str, float]) -> None:
+    minimal["sampling"] = keys
+    assert parse_config(minimal, Path()).sampling.cuts
+
+
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ({"teacher": {"address": "http://t:1", "model": "m"}}, "a server (teacher.address) gives those over all"),
+        ({"generation": {"draft_tokens": 4}}, "ends vLLM's process at a step without drafts"),
+        (
+            {"agent": {"external": True, "sampling": "client"}, "gateway": {"replicas": 1}},
+            "has no effect under agent.sampling: client",
+        ),
+    ],
+)
+def test_what_gives_no_log_probs_over_a_set_is_refused_beside_top_k(
+    minimal: dict[str, Any], keys: dict[str, Any], rule: str
+) -> None:
+    parse_config(minimal | keys, Path())
+    error = refusal(minimal | keys | {"sampling": {"top_k": 20}})
+    assert error.where == "sampling.top_k"
+    assert rule in error.rule
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a/b", "a b", "x" * 65, "{x}"])

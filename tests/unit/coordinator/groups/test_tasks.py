@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from gspo.common.config.loading import parse_config
 from gspo.coordinator.data.prompts import training_prompts
 from gspo.coordinator.groups.prompt_order import FixedOrder, PromptOrder
-from gspo.coordinator.groups.tasks import TrainingTasks
-from gspo_proto.rollout_pb2 import GroupTask
+from gspo.coordinator.groups.tasks import TrainingTasks, evaluation_tasks, training_task
+from gspo_proto.rollout_pb2 import GroupTask, Prompt
 
 
 def places(order: PromptOrder, groups: range) -> list[int]:
@@ -123,3 +123,17 @@ async def test_each_task_has_the_reward_environment_and_sampling_of_its_source(
     assert [(use.name, use.weight) for use in second.rewards] == [("environment", 2.0)]
     assert (second.environment, second.play.max_turns, list(second.sampling.stop)) == ("env", 3, [])
     assert second.sampling.temperature == pytest.approx(0.7)
+
+
+def test_training_keeps_the_sets_that_tokens_are_sampled_from_and_evaluation_samples_alike() -> None:
+    sampling = {"top_k": 20, "top_p": 0.95, "min_p": 0.01}
+    config = parse_config({**RUN, "data": {"prompts": "a.jsonl"}, "sampling": sampling}, Path("/c"))
+    (source,), prompt = config.sources, Prompt(token_ids=[1])
+    trained = training_task(config, source, 0, prompt)
+    sampled, greedy = evaluation_tasks(config, source, 0, prompt, label="v0", version=0)
+    for task in (trained, sampled, greedy):
+        assert task.sampling.top_k == 20
+        assert task.sampling.top_p == pytest.approx(0.95)
+        assert task.sampling.min_p == pytest.approx(0.01)
+    assert [task.sampling.keep_sets for task in (trained, sampled, greedy)] == [True, False, False]
+    assert greedy.sampling.temperature == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,13 @@ def conversation(max_tokens: int = 10, **play: Any) -> InFlightRollout:
 
 def piece(ids: list[int], finish: Finish = "length", version: int = VERSION) -> Completion:
     return Completion(ids, [-0.5 * token for token in ids], [version] * len(ids), finish)
+
+
+def cut_piece(ids: list[int], version: int = VERSION) -> Completion:
+    """Each token from a set of itself and some of the next ones; every third one of unknown ones."""
+    sets = [[token + place for place in range(token % 3)] for token in ids]
+    kept_ids = [token for kept in sets for token in kept]
+    return replace(piece(ids, version=version), kept_sizes=list(map(len, sets)), kept_ids=kept_ids)
 
 
 def action(rollout: InFlightRollout, segment_tokens: int | None = None, *, after_s: float = 0.0) -> Action:
@@ -229,6 +237,25 @@ def test_saves_of_a_growing_answer_write_each_token_once() -> None:
     whole = rollout.snapshot(NO_TOKENS, 1).SerializeToString()
     assert saved_state(saved.read()) == saved_state(whole)
     assert saved.num_bytes < 1.1 * len(whole)
+
+
+def test_the_sets_that_tokens_were_sampled_from_follow_them_through_saves_and_turns() -> None:
+    sampling = Sampling(max_tokens=100, top_k=2, keep_sets=True)
+    task = GroupTask(group=7, sampling=sampling, environment="game", play=Play())
+    rollout, saved = in_flight(task=task), Saved()
+    rollout.on_reset("v1", "0")
+    for num in (2, 5, 6):
+        saved.write(*rollout.next_save(cut_piece([10, 11, 12, 13, 14, 15][:num]), 1))
+    assert len(saved.parts) == 3
+    taken_over = in_flight(saved.read(), task)
+    taken_over.on_sampled(cut_piece([16, 17]))
+    taken_over.on_observation([90, 91, 92], [])
+    taken_over.on_sampled(cut_piece([18, 19, 20]))
+    finished = taken_over.finished("", 0.0)
+    whole = cut_piece([10, 11, 12, 13, 14, 15, 16, 17]), cut_piece([18, 19, 20])
+    assert list(finished.kept_sizes) == [*whole[0].kept_sizes, 0, 0, 0, *whole[1].kept_sizes]
+    assert list(finished.kept_ids) == [*whole[0].kept_ids, *whole[1].kept_ids]
+    assert len(finished.kept_sizes) == len(finished.token_ids)
 
 
 def test_a_rollout_that_begins_anew_is_saved_whole() -> None:

@@ -11,6 +11,7 @@ import pytest
 from gspo.common.streams.inbox import Delivery
 from gspo.common.streams.token_counts import NO_TOKENS, EndedTokens
 from gspo.learner.assembly.ended_tokens import PendingEntry, dead_tokens, late_tokens, trained_tokens
+from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import GroupEnding
 from gspo_proto.rollout_pb2 import GroupFailure, Rollout
@@ -32,6 +33,17 @@ def test_a_logged_row_has_every_sampled_token_in_a_column(row: Row) -> None:
     assert trained_tokens(row) == EndedTokens("3-2", "trained", 4, "masked_stale", 1)
     assert trained_tokens(replace(row, skipped="failed")) == EndedTokens("3-2", "trained", 0, "masked_failed", 5)
     assert trained_tokens(replace(row, skipped="truncated")) == EndedTokens("3-2", "trained", 0, "masked_truncated", 5)
+
+
+def test_tokens_that_ties_mask_have_a_column_unless_others_are_too_old(row: Row) -> None:
+    sizes = np.array([2, 2, 0, 0, 2, 2], np.uint8)
+    tied = replace(row, skipped=None, kept_sizes=sizes, mask=row.mask & (sizes > 0))
+    assert trained_tokens(tied) == EndedTokens("3-2", "trained", 3, "masked_stale", 2)
+    young = replace(tied, mask=(row.version >= 0) & (sizes > 0))
+    assert trained_tokens(young) == EndedTokens("3-2", "trained", 4, "masked_tied", 1)
+    assert row_metrics([young], 1)["skipped_tokens_tied"] == 1
+    assert row_metrics([tied], 1)["skipped_tokens_stale"] == 1
+    assert row_metrics([tied], 1)["kept_tokens_mean"] == 2
 
 
 def test_an_entry_that_waits_keeps_the_number_of_its_tokens() -> None:

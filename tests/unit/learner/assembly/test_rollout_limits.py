@@ -34,6 +34,38 @@ def test_a_rollout_at_every_limit_passes(scored: MakeScored) -> None:
     LIMITS.check(changed(scored(version=[0, 0, -1, 0, 0, 0, 0]), prompt=[5, 6], branch_starts=[2]))
 
 
+SETS = {"token_ids": [4, 19], "kept_sizes": [2, 3], "kept_ids": [4, 5, 0, 19, 7]}
+
+
+def test_sets_that_fit_their_tokens_pass(scored: MakeScored) -> None:
+    limits = replace(LIMITS, keeps_sets=True)
+    limits.check(scored(**SETS))
+    limits.check(scored(**{**SETS, "kept_sizes": [2, 0], "kept_ids": [4, 5]}))
+    limits.check(changed(scored(version=[]), prompt=[]))  # it failed before it began
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"kept_sizes": [2], "kept_ids": [4, 5]}, "the sizes of 1 sets for 2 tokens"),
+        ({"kept_sizes": [2, 2]}, "sets of 4 tokens together, and 5 ids"),
+        ({"kept_sizes": [], "kept_ids": []}, "it lacks the tokens that each was sampled from"),
+        ({"kept_sizes": [2, 81], "kept_ids": [4] * 83}, "a set of 81 tokens, and one has at most 80"),
+        ({"kept_ids": [4, 5, 0, 19, 20]}, "token 20 in a set, and the model's vocabulary has 20"),
+        ({"kept_ids": [4, 5, 19, 19, 7]}, "a token is twice in a set"),
+        ({"kept_ids": [4, 5, 0, 18, 7]}, "1 tokens are not in the sets that they were sampled from"),
+    ],
+)
+def test_sets_that_do_not_fit_are_refused(scored: MakeScored, fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        replace(LIMITS, keeps_sets=True).check(scored(**SETS | fields))
+
+
+def test_sets_in_a_run_without_top_k_are_refused(scored: MakeScored) -> None:
+    with pytest.raises(ValueError, match=r"it has the tokens .* unlike rollouts of this run \(sampling\.top_k\)"):
+        LIMITS.check(scored(**SETS))
+
+
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [

@@ -58,6 +58,24 @@ def test_a_row_has_the_branches_of_its_rollout(scored: MakeScored) -> None:
     assert_same(again, row)
 
 
+def test_a_token_whose_set_ties_cut_does_not_count(scored: MakeScored) -> None:
+    row = row_from_scored(scored(version=[4, -1, 5, 5], kept_sizes=[2, 0, 0, 1], kept_ids=[10, 2**31 - 1, 13]))
+    assert row.mask.tolist() == [True, False, False, True]
+    assert (row.num_sampled, row.num_tied) == (3, 1)
+    assert (row.kept_sizes.tolist(), row.kept_ids.tolist()) == ([2, 0, 0, 1], [10, 2**31 - 1, 13])
+    (again,) = from_table(to_table([row]))
+    assert_same(again, row)
+    assert row_from_scored(scored()).num_tied == 0
+
+
+def test_a_step_file_from_before_the_sets_is_read(scored: MakeScored) -> None:
+    row = row_from_scored(scored())
+    (again,) = from_table(to_table([row]).drop_columns(["kept_sizes", "kept_ids"]))
+    assert_same(again, row)
+    with pytest.raises(ValueError, match="not those of a step file of this version"):
+        from_table(to_table([row]).drop_columns(["logged_json"]))
+
+
 def test_a_failed_score_has_a_reason_and_no_number(scored: MakeScored) -> None:
     row = row_from_scored(scored(reward=None, failure="timed out after 10 s"))
     assert (row.reward, row.failure) == (None, "timed out after 10 s")

@@ -57,10 +57,13 @@ class PlainLoop:
             losses.append(float(loss.detach()))
         return sum(losses) / len(losses)
 
+    def _logp(self, row: Row) -> torch.Tensor:
+        return answer_logp(self.model, row, self.temperature or row.temperature)
+
     def _sequence_loss(self, row: Row) -> torch.Tensor:
         assert row.advantage is not None
         mask = torch.as_tensor(row.mask)
-        delta = answer_logp(self.model, row, self.temperature or row.temperature) - torch.as_tensor(row.logp)
+        delta = self._logp(row) - torch.as_tensor(row.logp)
         ratio = torch.exp(delta[mask].sum() / mask.sum())
         return -torch.minimum(ratio * row.advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * row.advantage)
 
