@@ -167,7 +167,7 @@ def test_the_gpus_of_the_machine_are_the_default(model: Path, environment: dict[
     assert "8 x NVIDIA H200" in started(here, "plan", model, "--gpu-memory", 141).stdout
 
 
-@pytest.mark.parametrize(("max_lag", "placement"), [(0, "shared"), (1, "split")])
+@pytest.mark.parametrize(("max_lag", "placement"), [(0, "shared"), pytest.param(1, "split", marks=pytest.mark.long)])
 def test_a_written_configuration_can_start_and_takes_what_was_planned(
     environment: dict[str, str], tmp_path: Path, max_lag: int, placement: str
 ) -> None:

@@ -122,6 +122,7 @@ def kept_by(logp_V: torch.Tensor, top_k: int, top_p: float = 1.0, min_p: float =
     return [int(token) for token in ids[before_K < top_p]]
 
 
+@pytest.mark.long
 async def test_an_engine_in_bfloat16_answers_by_the_units_that_the_cpu_has_for_it(tmp_path: Path) -> None:
     """On a CPU with AMX vLLM's attention uses it, which Linux lets no process do without a request."""
     async with running_engine(tmp_path, dtype="bfloat16") as half:

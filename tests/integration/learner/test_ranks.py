@@ -164,6 +164,7 @@ async def test_all_ranks_end_and_start_again_when_one_of_them_runs_out_of_memory
         assert (exported[name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 
+@pytest.mark.long
 @pytest.mark.asyncio(loop_scope="function")
 async def test_on_shared_gpus_ranks_wait_while_generators_fall_asleep_and_move_their_states(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path

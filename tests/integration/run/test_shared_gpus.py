@@ -1,6 +1,6 @@
 """A whole run on shared GPUs with real engines and two ranks, whose generator and learner are killed while it learns.
 
-In the nightly tests they are killed in both shifts.
+They are killed in the learner's shift, and in a second run in both.
 A CPU has no GPUs: vLLM records its sleep and keeps its memory, and the learner's states move within the memory. The
 protocol is that of GPUs.
 """
@@ -26,7 +26,7 @@ from tests.support.gspo_run import WholeRun, whole_run
 from tests.support.service_process import log_events
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 GROUPS, SIZE, MEASURED = 4, 4, 4
 # Of the run whose services are killed in the learner's shift, and of the one with kills in both.
 STEPS, STEPS_OF_BOTH = 8, 12
@@ -136,7 +136,7 @@ class Struck:
     starts: int
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["learning", "both"])
+@pytest.fixture(scope="module", params=[False, True], ids=["learning", "both"])
 def struck(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Struck:
     folder, seen, in_both = tmp_path_factory.mktemp("shared"), dict[str, Any](), bool(request.param)
     steps = STEPS_OF_BOTH if in_both else STEPS

@@ -35,8 +35,17 @@ def added_product(_sum: Any, a: Any, b: Any, **_kwargs: Any) -> int:
     return int(2 * prod(a) * b[-1])
 
 
-# Operations that torch's counter does not know.
-OTHERS: dict[Any, Any] = {torch.ops.aten._grouped_mm: grouped_product, torch.ops.aten.addmm_: added_product}
+def batched_product(a: Any, b: Any, *_args: Any, **_kwargs: Any) -> int:
+    """A column times a row is the angles of positions, which other versions of transformers multiply one by one."""
+    return 0 if a[-1] == 1 else int(2 * prod(a) * b[-1])
+
+
+# Operations that torch's counter does not know, or counts though no weight has a part in them.
+OTHERS: dict[Any, Any] = {
+    torch.ops.aten._grouped_mm: grouped_product,
+    torch.ops.aten.addmm_: added_product,
+    torch.ops.aten.bmm: batched_product,
+}
 
 
 def counted_by_torch(folder: Path, **learner: Any) -> tuple[Any, int]:
