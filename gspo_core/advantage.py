@@ -149,6 +149,26 @@ def token_advantages(
     return A_BT.to(torch.promote_types(rewards_B.dtype, torch.float32))
 
 
+@checked_shapes
+def rediscounted_penalty(penalty_BT: Tensor, mask_BT: Tensor, *, own_gamma: float, gamma: float) -> Tensor:
+    """The token penalty whose return-to-go by gamma is that of `penalty_BT` by `own_gamma`.
+
+        P_t = penalty_t + own_gamma P_next, and P_t - gamma P_next is returned; next as in `token_advantages`
+
+    So rewards and a penalty may have discounts of their own: with own_gamma 0, a token answers for its penalty alone.
+    Both [B, T]; returns [B, T] in float64, 0 outside the mask. ValueError: shapes, own_gamma outside [0, 1].
+    """
+    if not 0.0 <= own_gamma <= 1.0:
+        raise ValueError(f"own_gamma is {own_gamma}; it must be in [0, 1]")
+    m_BT, moved_BT = mask_BT.bool(), torch.zeros_like(penalty_BT, dtype=torch.float64)
+    P_next_B = moved_BT.new_zeros(len(moved_BT))
+    for t in reversed(range(moved_BT.shape[1])):
+        P_B = penalty_BT[:, t].double() + own_gamma * P_next_B
+        moved_BT[:, t] = torch.where(m_BT[:, t], P_B - gamma * P_next_B, 0.0)
+        P_next_B = torch.where(m_BT[:, t], P_B, P_next_B)
+    return moved_BT
+
+
 def _check_reward_options(
     reward_norm: str | None,
     reward_shift: bool,

@@ -12,7 +12,7 @@ from gspo_core.shapes import checked_shapes
 from gspo_core.stats import Stats, mean_stats, moment_stats
 from gspo_core.token_losses import LOG_RATIO_LIMIT, means_of_sequences
 
-BEHAVIOR_LEVELS = ("sequence", "token", "product")
+BEHAVIOR_LEVELS = ("token", "geometric", "product")
 
 
 def behavior_weights(
@@ -21,22 +21,26 @@ def behavior_weights(
     mask_BT: Tensor,
     *,
     behavior_correction: str,
-    behavior_level: str = "sequence",
+    behavior_level: str = "geometric",
     bounds: tuple[float, float],
 ) -> tuple[Tensor, Tensor]:
     """w = old policy over behavior policy, within `bounds` = (lowest, highest), for every token.
 
-        sequence  w_it = exp(sum_t m_it (old_it - behavior_it) / L_i), one for all tokens of a sequence
-        token     w_it = exp(old_it - behavior_it)
+        token      w_it = exp(old_it - behavior_it)
+        geometric  w_it = exp(sum_t m_it (old_it - behavior_it) / L_i)
+        product    w_it = exp(sum_t m_it (old_it - behavior_it))
 
-    `product` is exp(sum_t m_it (old_it - behavior_it)), the exact weight of a sequence, for all of its tokens.
+    The last two are one weight for all tokens of a sequence; the product is its exact weight.
 
         truncate  w clamped to the bounds, every token kept
-        mask      w as it is, only tokens (with level sequence: whole sequences) inside the bounds kept
+        mask      w as it is, only tokens (with the other levels: whole sequences) inside the bounds kept
 
-    All tensors [B, T]; returns (weight_BT, keep_BT), detached: the weight multiplies the token's advantage. Where
-    keep is false the weight is 0 and the caller takes the token out of the mask, so that it leaves L_i, and with
-    its last token a sequence leaves N. Outside the mask the weight is that of its sequence, or 1.
+    verl calls the last two levels geometric and sequence (docs/algo/rollout_corr.md); TRL's modes `sequence_*` are the
+    product.
+
+    All tensors [B, T]; returns (weight_BT, keep_BT), detached: the weight multiplies the token's advantage. If keep
+    is false, the weight is 0, and the caller takes the token out of the mask. It then leaves L_i, and with its last
+    token a sequence leaves N. Outside the mask the weight is that of its sequence, or 1.
     ValueError: shapes, an unknown kind or level, bounds that are not 0 <= lowest <= 1 <= highest.
     """
     w_BT = _weights(old_logp_BT, behavior_logp_BT, mask_BT, behavior_level)
@@ -54,7 +58,7 @@ def behavior_stats(
     behavior_logp_BT: Tensor,
     mask_BT: Tensor,
     *,
-    behavior_level: str = "sequence",
+    behavior_level: str = "geometric",
     bounds: tuple[float, float],
 ) -> Stats:
     """Figures of the correction: `behavior_weight` (mean, std, max over tokens, before it is bounded), its logarithm
@@ -78,7 +82,7 @@ def _weights(old_logp_BT: Tensor, behavior_logp_BT: Tensor, mask_BT: Tensor, beh
     dtype = torch.promote_types(torch.result_type(old_logp_BT, behavior_logp_BT), torch.float32)
     delta_BT = old_logp_BT.detach().to(dtype) - behavior_logp_BT.detach().to(dtype)
     log_w_BT = torch.where(mask_BT.bool(), delta_BT, 0.0)
-    if behavior_level == "sequence":
+    if behavior_level == "geometric":
         log_w_BT = means_of_sequences(log_w_BT, mask_BT, None).expand_as(log_w_BT)
     elif behavior_level == "product":
         log_w_BT = log_w_BT.sum(-1, keepdim=True).expand_as(log_w_BT)

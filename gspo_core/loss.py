@@ -1,4 +1,4 @@
-"""The policy loss: the token losses of an objective added up in one of five ways.
+"""The policy loss: the token losses of an objective added up in one of six ways.
 
 token_losses.py has the objectives and their ratios, figures.py the stats.
 Not here: advantages, log-probs, coefficients, the backward pass.
@@ -14,14 +14,15 @@ from torch import Tensor
 from gspo_core.figures import policy_stats
 from gspo_core.shapes import checked_shapes
 from gspo_core.stats import Stats
-from gspo_core.token_losses import SampledTokens, clip_loss, means_of_sequences
+from gspo_core.token_losses import SampledTokens, clip_loss, lengths_of_sequences, means_of_sequences
 
 LOSS_AGG_MODES = (
     "seq-mean-token-mean",
     "seq-mean-token-sum",
     "token-mean",
     "seq-mean-token-sum-norm",
-    "seq-mean-turn-mean",
+    "seq-mean-token-sum-turn-norm",
+    "seq-mean-turn-mean-token-mean",
 )
 
 
@@ -89,6 +90,7 @@ def aggregate_loss(
     max_response_length: int | None = None,
     turns_B: Tensor | None = None,
     num_turns: float | None = None,
+    turn_BT: Tensor | None = None,
 ) -> Tensor:
     """One number from per-token losses l (the policy's, or a KL penalty), m the mask, L_i = sum_t m_it.
 
@@ -97,13 +99,17 @@ def aggregate_loss(
         token-mean               1/M sum_it m l
         seq-mean-token-sum-norm  1/N sum_i sum_t m l / T_max
 
-        seq-mean-turn-mean       1/N sum_i 1/K_i sum_t m l / (M / K)
+        seq-mean-token-sum-turn-norm    1/N sum_i 1/K_i sum_t m l / (M / K)
+        seq-mean-turn-mean-token-mean   1/N sum_i 1/K_i sum_k 1/L_ik sum_(t in k) m l
 
     N = `num_sequences` and M = `num_tokens` count the sequences with L_i > 0 and the tokens of the WHOLE
     optimizer step, over all ranks and micro-batches; None: those of this call. With them, losses of micro-batches
     add up to the step's loss. K = `num_turns` counts the turns of those sequences likewise.
     T_max = `max_response_length`, the configured one. K_i = `turns_B` [B] are the turns of a conversation, at
-    least 1; None: 1 each, and then seq-mean-turn-mean is token-mean. Nothing to count gives 0.
+    least 1; None: 1 each, and then seq-mean-token-sum-turn-norm is token-mean. Nothing to count gives 0.
+
+    In the last mode, k is the turn of a token, `turn_BT` [B, T] from 0, and L_ik counts the tokens of turn k. K_i
+    counts the turns in which a token counts. None: one turn, and then it is seq-mean-token-mean.
     `l_BT`, `mask_BT` [B, T]; returns 0-dim. ValueError: shapes, unknown mode, no T_max, a negative count.
     """
     m_BT = mask_BT.bool()
@@ -123,7 +129,10 @@ def aggregate_loss(
                 "configured response length, at least 1"
             )
         return l_BT.sum() / max_response_length / N
-    if loss_agg_mode == "seq-mean-turn-mean":
+    if loss_agg_mode == "seq-mean-turn-mean-token-mean":
+        turns_B = (lengths_of_sequences(m_BT, turn_BT) > 0).sum(-1)
+        return (means_of_sequences(l_BT, m_BT, turn_BT).sum(-1) / turns_B.clamp(min=1)).sum() / N
+    if loss_agg_mode == "seq-mean-token-sum-turn-norm":
         if turns_B is None:
             turns_B, num_turns = torch.ones_like(L_B), num_sequences
         M, K = _at_least_one("num_tokens", num_tokens, m_BT), _at_least_one("num_turns", num_turns, turns_B * (L_B > 0))

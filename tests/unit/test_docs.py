@@ -124,7 +124,8 @@ def preset_cells(preset: str) -> dict[str, str]:
     """First cell of a row -> what the column of a preset must have there."""
     config = AlgorithmConfig.model_validate({"preset": preset})
     keys = ("adv_estimator", "importance_sampling", "loss_agg_mode", "reward_norm", "reward_clip",
-            "reward_shift", "advantage_clip", "whiten_advantages", "dual_clip_loss")  # fmt: skip
+            "reward_shift", "advantage_clip", "whiten_advantages", "dual_clip_loss", "objective",
+            "filter_zero_spread", "overlong_buffer")  # fmt: skip
     return {f"`{key}`": _shown(getattr(config, key)) for key in keys} | {
         "clip low / high": " / ".join(f"{side:g}" for side in config.clip),
         "`num_mini_batches`, `ppo_epochs`": f"{config.num_mini_batches}, {config.ppo_epochs}",

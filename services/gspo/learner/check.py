@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.common.config.engines import SPREAD_STAGE, LearnerConfig
+from gspo.common.config.presets import remarks
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
 from gspo.common.host.compilers import missing_compiler
@@ -57,6 +58,8 @@ def check(config: Config) -> None:
         InputError: A key contradicts another, the model folder is not whole, or the machine lacks what it needs.
     """
     check_trackers(config.tracking)
+    for line in remarks(config.algorithm.model_dump(), config.algorithm.clip):
+        warn(line)
     check_training(config)
     if config.teacher.address is not None and not own_rank():
         folder = model_folder(config.model)

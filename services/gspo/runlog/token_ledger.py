@@ -20,7 +20,7 @@ COLUMNS = {
     IN_FLIGHT: "kept in rollouts that are not trained and not given up",
     "trained": "counted in the loss of a logged step",
     "masked_failed": "in rollouts of a trained group that had no score",
-    "masked_truncated": "in rollouts of a trained group that were cut off (algorithm.mask_truncated)",
+    "masked_truncated": "in rollouts of a trained group that were cut off (algorithm.mask_truncated*)",
     "masked_stale": "too old for the loss, in a trained group (staleness.on_stale: mask)",
     "masked_tied": "sampled from too many tokens that tie at the cut (sampling.top_k), in a trained group",
     LEFT_OUT_TOKENS: "in logged steps that a resume left out of training (--leave-out)",

@@ -118,7 +118,7 @@ def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
 def test_the_calculator_is_called_and_its_answers_are_in_the_conversations(
     tmp_path: Path, prometheus: Prometheus
 ) -> None:
-    keys = {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-turn-mean", "entropy_coef": 1e-3}
+    keys = {"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum-turn-norm", "entropy_coef": 1e-3}
     began_unix_s = time.time()
     with ExitStack() as watching:
         example = example_copy("calculator", tmp_path, algorithm=keys)

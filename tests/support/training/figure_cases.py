@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "roll-gspo": {"preset": "roll-gspo", "prompt_length": 64, "response_length": 64},
     "length": {"pg_clip_low": 0.002, "pg_clip_high": 0.003, "pg_clip_reference_length": 30},
     "branch": {"ratio_of": "branch", "pg_clip_low": 0.002, "pg_clip_high": 0.003, "pg_clip_reference_length": 30},
-    "turns": {"loss_agg_mode": "seq-mean-turn-mean"},
+    "turns": {"loss_agg_mode": "seq-mean-token-sum-turn-norm"},
     "grpo": {"preset": "grpo"},
     "cispo": {"objective": "cispo", "importance_sampling": "token", "pg_clip": 0.002},
     "dppo": {"objective": "dppo_tv", "importance_sampling": "token", "pg_clip": 1e-4},

@@ -355,7 +355,8 @@ class _Loop:
             return self.mask, np.ones(self.mask.shape)
         assert a.behavior_correction == "mask"
         weight = behavior_weight(self.old, self.behavior, self.mask, a.behavior_level)
-        outside = self.mask & ((weight < a.behavior_low) | (weight > a.behavior_high))
+        least, most = a.behavior_bounds or (0.0, math.inf)
+        outside = self.mask & ((weight < least) | (weight > most))
         counted = self.mask & ~outside
         self.correction = {
             "behavior_weight_mean": weight[self.mask].mean(),

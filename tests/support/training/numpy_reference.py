@@ -108,10 +108,11 @@ def token_weights(
     num_sequences: int | None = None,
     num_tokens: int | None = None,
     turns: Sequence[int] | None = None,
+    turn: Array | None = None,
 ) -> Array:
     """[B, T]: what each token's loss is multiplied by in the sum that is the loss.
 
-    `turns` of each conversation of a whole step; None: one each.
+    `turns` of each conversation of a whole step; None: one each. `turn` [B, T] is each token's, None: the first.
     """
     length = mask.sum(1)
     num_sequences = max(1, (length > 0).sum() if num_sequences is None else num_sequences)
@@ -121,12 +122,19 @@ def token_weights(
         "seq-mean-token-mean": 1 / num_sequences / np.maximum(length, 1),
         "seq-mean-token-sum": np.full(len(mask), 1 / num_sequences),
         "seq-mean-token-sum-norm": np.full(len(mask), 1 / num_sequences / max_response_length),
-        "seq-mean-turn-mean": np.full(len(mask), 1 / num_tokens),
+        "seq-mean-token-sum-turn-norm": np.full(len(mask), 1 / num_tokens),
+        "seq-mean-turn-mean-token-mean": np.full(len(mask), 1 / num_sequences),
     }[mode]
-    if mode == "seq-mean-turn-mean" and turns is not None:
+    if mode == "seq-mean-token-sum-turn-norm" and turns is not None:
         tokens_a_turn = mask.sum() / sum(turns[i] for i in range(len(mask)) if length[i])
         each = 1 / num_sequences / np.asarray(turns) / tokens_a_turn
     weights: Array = each[:, None] * mask
+    if mode == "seq-mean-turn-mean-token-mean":
+        turn = np.zeros(mask.shape, dtype=int) if turn is None else turn
+        for i in range(len(mask)):
+            of_turns = [np.flatnonzero(mask[i] & (turn[i] == k)) for k in np.unique(turn[i][mask[i] > 0])]
+            for tokens in of_turns:
+                weights[i, tokens] /= len(of_turns) * len(tokens)
     return weights
 
 
@@ -226,7 +234,7 @@ def behavior_weight(old: Array, behavior: Array, mask: Array, level: str) -> Arr
     if level == "token":
         log_weight: Array = np.where(mask, old - behavior, 0.0)
     else:
-        reduced = np.mean if level == "sequence" else np.sum
+        reduced = np.mean if level == "geometric" else np.sum
         rows = [reduced((o - b)[m]) if m.any() else 0.0 for o, b, m in zip(old, behavior, mask, strict=True)]
         log_weight = np.array(rows)[:, None] * np.ones(mask.shape)
     weights: Array = np.exp(log_weight)

@@ -530,6 +530,12 @@ def test_eval_takes_its_configuration_from_words_or_from_a_file(tmp_path: Path, 
     config = eval_config(EvaluationSpec(model="other", prompts=(tmp_path / "e.jsonl",), base=base), tmp_path)
     assert (config.seed, config.generation.max_rollouts, config.model.path) == (5, 32, "other")
     assert config.reward.functions[0].path == tmp_path / "r.py"
+    held_out = {"prompts": "e.jsonl", "temperature": 0.6}
+    base.write_text(yaml.safe_dump({**raw_config, "evaluation": held_out}))
+    for words, own, of_training in ((None, 0.6, 1.0), (0.5, None, 0.5)):
+        spec = EvaluationSpec(model="other", prompts=(tmp_path / "e.jsonl",), base=base, temperature=words)
+        config = eval_config(spec, tmp_path)
+        assert (config.evaluation.temperature, config.sampling.temperature) == (own, of_training)
 
 
 def test_eval_refuses_external_agents_and_takes_those_that_it_can_start(

@@ -17,6 +17,7 @@ from gspo_core.advantage import (
     groups_with_spread,
     normalize_rewards,
     overlong_penalty,
+    rediscounted_penalty,
     token_advantages,
 )
 
@@ -205,5 +206,7 @@ def test_token_advantage_refusals() -> None:
         token_advantages(torch.zeros(3), MASK, token_penalty_BT=torch.zeros(3, 5))
     with pytest.raises(ValueError, match=r"gamma is 1\.5"):
         token_advantages(torch.zeros(3), MASK, gamma=1.5)
+    with pytest.raises(ValueError, match=r"own_gamma is -0\.1"):
+        rediscounted_penalty(torch.zeros_like(MASK).double(), MASK, own_gamma=-0.1, gamma=1.0)
     with pytest.raises(ValueError, match="advantage_clip is -1"):
         token_advantages(torch.zeros(3), MASK, advantage_clip=-1)

@@ -67,7 +67,7 @@ def test_the_product_of_a_long_answer_is_near_nothing_unless_it_is_bounded() -> 
     assert before["behavior_weight_mean"] == pytest.approx((400 * math.exp(-4) + 10 * math.exp(-0.1)) / 410, rel=1e-4)
 
 
-@pytest.mark.parametrize("level", ["sequence", "token", "product"])
+@pytest.mark.parametrize("level", ["geometric", "token", "product"])
 def test_extreme_mismatch_stays_finite(level: str) -> None:
     options: dict[str, Any] = {"behavior_correction": "mask", "behavior_level": level, "bounds": (0.0, 5.0)}
     weight_BT, keep_BT = behavior_weights(OLD * 1e6, BEHAVIOR, MASK, **options)
@@ -90,7 +90,7 @@ def test_what_is_reported_is_counted_over_tokens_and_before_the_bounds() -> None
     ("change", "message"),
     [
         ({"behavior_correction": "clip"}, "behavior_correction is 'clip'"),
-        ({"behavior_level": "word"}, "behavior_level is 'word'"),
+        ({"behavior_level": "sequence"}, "behavior_level is 'sequence'; it must be one of token, geometric, product"),
         ({"bounds": (1.5, 2.0)}, "0 <= lowest <= 1 <= highest"),
         ({"bounds": (0.5, math.inf)}, "0 <= lowest <= 1 <= highest"),
     ],

@@ -14,9 +14,9 @@ import yaml
 
 from gspo.common.bounded_yaml import load_yaml
 from gspo.common.config.loading import key_value, parse_config
-from gspo.common.config.reference import explain
+from gspo.common.config.reference import explain, section_at
 from gspo.common.config.schema import Config
-from gspo.common.errors import InputError, in_yaml, nearest
+from gspo.common.errors import ConfigError, InputError, in_yaml, nearest
 
 OPTION = "--with"
 _SAMPLING = "decides how rollouts are sampled, and a replay takes them from the log"
@@ -53,7 +53,10 @@ _WITHOUT_EFFECT = {
         _BATCH,
     ),
     **dict.fromkeys(
-        (*("algorithm.mask_truncated", "algorithm.overlong_buffer", "algorithm.overlong_penalty", "teacher.alone"),),
+        (
+            *("algorithm.mask_truncated", "algorithm.mask_truncated_completions", "algorithm.overlong_buffer"),
+            *("algorithm.overlong_penalty", "teacher.alone"),
+        ),
         _ASSEMBLY,
     ),
     "teacher.address": _SERVED,
@@ -167,12 +170,22 @@ def _lay_over(keys: dict[str, Any], setting: str) -> str:
         raise InputError(
             f"{OPTION} {name}", f"{text} is not YAML", "Quote it for the shell, as 'KEY=[a, b]'"
         ) from error
-    *sections, last = name.split(".")
+    section, _, last = name.rpartition(".")
+    _refuse_old_name(section, last, value)
     place = keys
-    for section in sections:
-        place = place.setdefault(section, {})
+    for part in section.split("."):
+        place = place.setdefault(part, {})
     place[last] = value
     return name
+
+
+def _refuse_old_name(section: str, key: str, value: Any) -> None:
+    """The keys of a stored run may have such names, and a setting of today may not."""
+    if model := section_at(section):
+        try:
+            model.refuse_old_names({key: value})
+        except ConfigError as error:
+            raise error.as_input_error(f"{OPTION} {section}") from error
 
 
 def _number_or(value: Any) -> Any:

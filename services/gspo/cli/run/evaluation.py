@@ -223,6 +223,8 @@ def eval_config(spec: EvaluationSpec, folder: Path) -> Config:
     ):
         if value is not None:
             config.setdefault(section, {})[key] = value
+    if spec.temperature is not None:
+        config["evaluation"]["temperature"] = None
     if spec.seed is not None:
         config["seed"] = spec.seed
     if base is None:

@@ -15,11 +15,13 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     model_validator,
 )
 
-from gspo.common.config.fields import FilePath, Owner, Section
+from gspo.common.config.fields import FilePath, Owner, Section, is_stored
 from gspo.common.config.presets import (
+    BEHAVIOR_BOUNDS,
     CLIP_DEFAULTS,
     DUAL_CLIP_DEFAULT,
     ESTIMATOR_NORMS,
@@ -70,7 +72,21 @@ class AlgorithmConfig(Section):
     """Group Sequence Policy Optimization and its relatives."""
 
     OWNED: ClassVar[Mapping[str, tuple[Owner, ...]]] = dict.fromkeys(OBJECTIVE_KEYS, (_NO_OWN_LOSS,))
-    preset: Literal["gspo", "roll-gspo", "grpo", "dr-grpo"] = Field(
+    RENAMED: ClassVar[Mapping[str, tuple[str, str, str, str]]] = {
+        "behavior_level": (
+            "sequence",
+            "geometric",
+            "has two meanings: the geometric mean of the tokens' weights here, and their product in TRL and verl",
+            "Set geometric, which it was here, or product, which they mean",
+        ),
+        "loss_agg_mode": (
+            "seq-mean-turn-mean",
+            "seq-mean-token-sum-turn-norm",
+            "took no mean over a turn: it divides the sum over a conversation's tokens by its number of turns",
+            "Set seq-mean-token-sum-turn-norm, which it was, or seq-mean-turn-mean-token-mean, a mean over turns",
+        ),
+    }
+    preset: Literal["gspo", "roll-gspo", "grpo", "dr-grpo", "dapo", "cispo", "rloo"] = Field(
         "gspo", description="Preset of the keys below; explicit keys override it"
     )
     adv_estimator: Literal["grpo", "rloo", "reinforce"] = Field(
@@ -118,7 +134,12 @@ class AlgorithmConfig(Section):
         False, description="Bound the loss of negative advantages at c times the advantage; true: c = 1.4"
     )
     loss_agg_mode: Literal[
-        "seq-mean-token-mean", "seq-mean-token-sum", "token-mean", "seq-mean-token-sum-norm", "seq-mean-turn-mean"
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "token-mean",
+        "seq-mean-token-sum-norm",
+        "seq-mean-token-sum-turn-norm",
+        "seq-mean-turn-mean-token-mean",
     ] = Field("seq-mean-token-mean", description="Aggregation of token losses")
     old_logprobs: Literal["inference", "recompute"] = Field(
         "inference",
@@ -134,19 +155,22 @@ class AlgorithmConfig(Section):
         description="Weight advantages by old over behavior (recompute alone), truncated or masked. Under inference, "
         "mask compares the present policy with behavior",
     )
-    behavior_level: Annotated[Literal["sequence", "token", "product"], _CORRECTION] = Field(
-        "sequence",
-        description="Weight of each sequence by its mean log-ratio, of each token, or of each sequence by the product "
-        "over its tokens",
+    behavior_level: Annotated[Literal["token", "geometric", "product"], _CORRECTION] = Field(
+        "geometric",
+        description="Weight of each token, of each sequence by the geometric mean over its tokens, or of each sequence "
+        "by their product",
     )
-    behavior_low: Annotated[float, _LOWER_BOUND] = Field(
-        0.5,
+    behavior_low: Annotated[float | None, _LOWER_BOUND] = Field(
+        None,
         ge=0,
         le=1,
-        description="Lower bound of that weight (mask, and truncate of a product); at least 0.01 for a product",
+        description="Lower bound of that weight (mask, and truncate of a product); 0.999 for geometric, else 0.5. At "
+        "least 0.01 for a product",
     )
-    behavior_high: Annotated[float, _CORRECTION] = Field(
-        2.0, ge=1, description="Upper bound of that weight; at most 100 for a product"
+    behavior_high: Annotated[float | None, _CORRECTION] = Field(
+        None,
+        ge=1,
+        description="Upper bound of that weight; 1.001 for geometric, else 2. At most 100 for a product",
     )
     use_kl_loss: bool = Field(False, description="Add a KL term to the original model to the loss")
     kl_loss_coef: Annotated[NonNegativeFloat, _KL_LOSS] = Field(0.001, description="Factor of that term")
@@ -168,7 +192,11 @@ class AlgorithmConfig(Section):
     )
     whiten_advantages: bool = Field(False, description="Normalise advantages over all tokens of the batch")
     advantage_clip: PositiveFloat | None = Field(None, description="Bound of an advantage")
-    mask_truncated: bool = Field(False, description="Leave truncated answers out")
+    mask_truncated: bool = Field(False, description="Leave truncated answers out, with their rewards")
+    mask_truncated_completions: bool = Field(
+        False,
+        description="Mask the loss of truncated answers alone, as TRL: their rewards stay in their groups' moments",
+    )
     overlong_buffer: PositiveInt | None = Field(
         None, description="Tokens before response_length in which the reward decreases; null: no penalty"
     )
@@ -185,10 +213,13 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _fill_from_preset(cls, keys: Any, parsed: ModelWrapValidatorHandler[Self]) -> Self:
+    def _fill_from_preset(cls, keys: Any, parsed: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         """Keys of the preset do not count as written where another section has an owner of theirs."""
         if not isinstance(keys, dict):
             return parsed(keys)
+        if is_stored(info) and keys.get("behavior_correction", "none") == "none":
+            # Older runs have bounds there too, whose default was another one.
+            keys = {key: value for key, value in keys.items() if not key.startswith("behavior_")}
         section = parsed(filled_from_preset(keys))
         section.model_fields_set.intersection_update(keys)
         return section
@@ -285,20 +316,31 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _product_is_bounded(self) -> AlgorithmConfig:
-        if self.behavior_level != "product":
+        if self.behavior_level != "product" or self.behavior_bounds is None:
             return self
         lowest, highest = PRODUCT_BOUNDS
-        if self.behavior_low < lowest:
+        low, high = self.behavior_bounds
+        if low < lowest:
             raise self.wrong(
                 "behavior_low",
                 f"is below {lowest:g}, and behavior_level: product gives long answers weights that small",
-                f"Set it to at least {lowest:g}, or set behavior_level: sequence",
+                f"Set it to at least {lowest:g}, or set behavior_level: geometric",
             )
-        if self.behavior_high > highest:
+        if high > highest:
             raise self.wrong(
                 "behavior_high",
                 f"is above {highest:g}, and behavior_level: product gives long answers weights that large",
-                f"Set it to at most {highest:g}, or set behavior_level: sequence",
+                f"Set it to at most {highest:g}, or set behavior_level: geometric",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _truncated_answers_are_masked_one_way(self) -> AlgorithmConfig:
+        if self.mask_truncated and self.mask_truncated_completions:
+            raise self.wrong(
+                "mask_truncated_completions",
+                "keeps the rewards of truncated answers, and mask_truncated: true leaves them out",
+                "Leave one of the two out",
             )
         return self
 
@@ -398,7 +440,19 @@ class AlgorithmConfig(Section):
         """(lowest, highest) weight of the behavior correction; None without one."""
         if self.behavior_correction == "none":
             return None
-        return 0.0 if self.only_caps else self.behavior_low, self.behavior_high
+        low, high = BEHAVIOR_BOUNDS[self.behavior_level]
+        low = low if self.behavior_low is None else self.behavior_low
+        return 0.0 if self.only_caps else low, high if self.behavior_high is None else self.behavior_high
+
+    @property
+    def averages_turns(self) -> bool:
+        """Whether the loss is a mean over the turns of each rollout."""
+        return self.loss_agg_mode == "seq-mean-turn-mean-token-mean"
+
+    @property
+    def weighs_turns(self) -> bool:
+        """Whether the number of a rollout's turns, or their lengths, have a part in the loss."""
+        return self.averages_turns or self.loss_agg_mode == "seq-mean-token-sum-turn-norm"
 
     @property
     def only_caps(self) -> bool:

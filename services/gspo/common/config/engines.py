@@ -172,6 +172,7 @@ class LearnerConfig(Section):
         description="Whether weight decay leaves norms and biases as they are. Runs that began without it go on so",
     )
     adam_betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decays")
+    adam_eps: PositiveFloat = Field(1e-8, description="AdamW's epsilon, added to the root of the second moment")
     max_grad_norm: PositiveFloat = Field(
         1.0, description="Gradients are scaled down to this norm", json_schema_extra=ON_RESUME
     )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from gspo.common.config.engines import Temperature
 from gspo.common.config.fields import FIXED, ON_RESUME, FilePath, Owner, RunName, Section
 from gspo.common.errors import NO_VALUE, ConfigError, nearest
 from gspo.common.telemetry.figure_names import FIGURES, MEASURED_FIGURES, is_figure, present_name
@@ -40,7 +41,17 @@ class EvaluationConfig(Section):
         "sources each file has the name of its source",
         json_schema_extra=FIXED,
     )
-    num_answers: PositiveInt = Field(4, description="Sampled answers to each prompt, at the training temperature")
+    num_answers: PositiveInt = Field(4, description="Sampled answers to each prompt")
+    temperature: Temperature | None = Field(
+        None, description="Temperature of these answers; null: that of training, by source"
+    )
+    top_p: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="They are sampled from the likeliest tokens that reach this probability together; null: as in "
+        "training",
+    )
     greedy: bool = Field(True, description="One greedy answer to each prompt beside the sampled ones")
     pass_reward: float = Field(1.0, description="An answer with at least this reward passes, in pass@k")
     every: int = Field(20, ge=0, description="Steps between evaluations while training; 0 is before and after only")

@@ -177,6 +177,8 @@ class Section(BaseModel):
         OWNED: More owners of its keys, and those of keys further within, by their paths.
         REMOVED: Keys that older runs have stored, with the value that then had no effect.
         BEFORE: Keys that older runs lack, with the value that they then had: a run keeps its arithmetic.
+        RENAMED: Values of keys that older runs have stored, each with its present name, and rule and fix of its
+            refusal elsewhere.
     """
 
     may_change: ClassVar[bool] = False
@@ -185,6 +187,7 @@ class Section(BaseModel):
     OWNED: ClassVar[Mapping[str, tuple[Owner, ...]]] = {}
     REMOVED: ClassVar[Mapping[str, Any]] = {}
     BEFORE: ClassVar[Mapping[str, Any]] = {}
+    RENAMED: ClassVar[Mapping[str, tuple[str, str, str, str]]] = {}
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @property
@@ -223,10 +226,25 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_the_keys_of_now(cls, keys: Any, info: ValidationInfo) -> Any:
-        if not isinstance(keys, dict) or not _is_stored(info):
+        if not isinstance(keys, dict):
+            return keys
+        if not is_stored(info):
+            cls.refuse_old_names(keys)
             return keys
         kept = {key: value for key, value in keys.items() if key not in cls.REMOVED or value != cls.REMOVED[key]}
-        return {**cls.BEFORE, **kept}
+        renamed = {key: now for key, (before, now, *_) in cls.RENAMED.items() if keys.get(key) == before}
+        return {**cls.BEFORE, **kept, **renamed}
+
+    @classmethod
+    def refuse_old_names(cls, keys: Mapping[str, Any]) -> None:
+        """Refuse a value by a name that only stored runs have.
+
+        Raises:
+            ConfigError: Names the key and both names.
+        """
+        for key, (before, _, rule, fix) in cls.RENAMED.items():
+            if keys.get(key) == before:
+                raise ConfigError(key, before, rule, fix)
 
     @model_validator(mode="after")
     def _keys_have_their_owners(self, info: ValidationInfo) -> Self:
@@ -239,7 +257,7 @@ class Section(BaseModel):
             if owner is None or not self._is_written(key) or _is_off(value):
                 continue
             section, name = self._place(key)
-            if not (_is_stored(info) and value == section.default_of(name)):
+            if not (is_stored(info) and value == section.default_of(name)):
                 raise self.wrong(key, owner.rule, owner.fix)
         return self
 
@@ -286,6 +304,6 @@ def _is_off(value: Any) -> bool:
     return value in _OFF or (isinstance(value, Section) and bool(value.KINDS) and not value.used)
 
 
-def _is_stored(info: ValidationInfo) -> bool:
+def is_stored(info: ValidationInfo) -> bool:
     """Whether the file is of a run, which may be stored by a version whose keys had other owners."""
     return bool(info.context and info.context.get("is_stored"))

@@ -11,6 +11,9 @@ from typing import Any
 
 # Clip sides by kind of ratio: GSPO's own, and those of its GRPO baseline (arXiv 2507.18071, section 5).
 CLIP_DEFAULTS = {"seq": (3e-4, 4e-4), "seq_token": (3e-4, 4e-4), "token": (0.2, 0.27)}
+# (lowest, highest) weight by level. verl's presets have the bounds of a geometric mean (decoupled_geo_rs), of which a
+# drift of 0.001 a token is outside. Those of tokens and products are as wide as verl's weights (rollout_is_threshold).
+BEHAVIOR_BOUNDS = {"token": (0.5, 2.0), "geometric": (0.999, 1.001), "product": (0.5, 2.0)}
 # An estimator that means one reward_norm.
 ESTIMATOR_NORMS = {"grpo": "group", "rloo": "leave_one_out"}
 # Bounds of other objectives, for ratios of any kind. For cispo, MiniMax-M1 has no lower bound (arXiv 2506.13585), and
@@ -76,7 +79,42 @@ PRESETS: dict[str, dict[str, Any]] = {
         "pg_clip_low": 0.2,
         "pg_clip_high": 0.2,
     },
+    # DAPO, arXiv 2503.14476, eq. 8 and section 4.1; its length penalty covers the last fifth of an answer.
+    "dapo": {
+        "adv_estimator": "grpo",
+        "importance_sampling": "token",
+        "loss_agg_mode": "token-mean",
+        "pg_clip_low": 0.2,
+        "pg_clip_high": 0.28,
+        "filter_zero_spread": True,
+        "num_mini_batches": 16,
+    },
+    # MiniMax-M1, arXiv 2506.13585, eq. 4 and 5.
+    "cispo": {
+        "adv_estimator": "grpo",
+        "importance_sampling": "token",
+        "objective": "cispo",
+        "loss_agg_mode": "token-mean",
+    },
+    # Back to Basics, arXiv 2402.14740, eq. 7: REINFORCE on the sum of an answer's log-probs, one update a batch.
+    "rloo": {
+        "adv_estimator": "rloo",
+        "importance_sampling": "token",
+        "loss_agg_mode": "seq-mean-token-sum",
+        "pg_clip_low": 0.2,
+        "pg_clip_high": 0.27,
+        "num_mini_batches": 1,
+    },
 }
+# Keys of ROLL's documented block that make its algorithm, and no sizes.
+_ROLL_BLOCK = (
+    *("adv_estimator", "importance_sampling", "loss_agg_mode", "whiten_advantages", "advantage_clip"),
+    *("dual_clip_loss", "reward_clip", "reward_norm"),
+)
+# Keys of GSPO that decide about a loss of another name.
+_GSPO = ("importance_sampling", "loss_agg_mode")
+# DAPO's buffer of 4,096 tokens is so much of its 20,480.
+_PENALISED_SHARE = 5
 
 
 # Length of an answer, in tokens, for which we take the paper's clip to be meant.
@@ -143,4 +181,58 @@ def _implied(keys: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, An
     is_inherited = "pg_clip" in preset and keys.get("objective", "clip") == "clip" and not _has_own_loss(keys)
     if is_inherited and "pg_clip" not in keys and sides & keys.keys():
         implied |= dict.fromkeys(sides, preset["pg_clip"])
-    return implied
+    longest = keys.get("response_length", _CLIP_TOKENS)
+    if preset is PRESETS["dapo"] and isinstance(longest, int):
+        implied["overlong_buffer"] = max(1, longest // _PENALISED_SHARE)
+    return implied | _implied_bounds(keys)
+
+
+def _implied_bounds(keys: Mapping[str, Any]) -> dict[str, float]:
+    """The bounds of a correction, by its level; those that have an effect."""
+    correction, level = keys.get("behavior_correction"), keys.get("behavior_level", "geometric")
+    if correction not in ("truncate", "mask") or level not in BEHAVIOR_BOUNDS:
+        return {}
+    low, high = BEHAVIOR_BOUNDS[level]
+    only_caps = correction == "truncate" and level != "product"
+    return {"behavior_high": high} if only_caps else {"behavior_low": low, "behavior_high": high}
+
+
+def remarks(keys: Mapping[str, Any], clip: tuple[float, float]) -> list[str]:
+    """Sentences about keys that have another system's or paper's name, and not its definition.
+
+    Args:
+        keys: The section's keys with their values.
+        clip: (low, high) sides that follow from them.
+    """
+    if keys["preset"] != "gspo":
+        return []
+    papers = [("objective", "cispo"), ("adv_estimator", "rloo")]
+    lines = [_of_paper(keys, key, name) for key, name in papers if _is_under_gspo(keys, key, name)]
+    return lines + _of_roll(keys, clip)
+
+
+def _is_under_gspo(keys: Mapping[str, Any], key: str, name: str) -> bool:
+    gspo = PRESETS["gspo"]
+    return keys.get(key) == name and any(keys.get(other) == gspo[other] for other in _GSPO)
+
+
+def _of_paper(keys: Mapping[str, Any], key: str, name: str) -> str:
+    gspo, paper = PRESETS["gspo"], PRESETS[name]
+    ours = ", ".join(f"{other} {gspo[other]}" for other in _GSPO if keys.get(other) == gspo[other])
+    theirs = ", ".join(f"{other} {paper[other]}" for other in _GSPO if keys.get(other) == gspo[other])
+    return (
+        f"algorithm.{key}: {name} has GSPO's {ours} here, and its paper {theirs}: algorithm.preset: {name} sets what "
+        "the paper has"
+    )
+
+
+def _of_roll(keys: Mapping[str, Any], clip: tuple[float, float]) -> list[str]:
+    roll, (low, high) = PRESETS["roll-gspo"], CLIP_DEFAULTS["seq"]
+    if clip != (low, high) or any(keys.get(key) != roll[key] for key in _ROLL_BLOCK):
+        return []
+    clip_of_roll = f"{roll['pg_clip']:g}"
+    line = (
+        f"algorithm has the keys of ROLL's GSPO block without pg_clip, so the clip is the paper's {low:g} / {high:g}, "
+        f"and ROLL's is {clip_of_roll}: algorithm.pg_clip: {clip_of_roll} or preset: roll-gspo sets ROLL's"
+    )
+    return [line]

@@ -188,6 +188,11 @@ _SPLIT = Owner(
     lambda config: config.algorithm.clips_sequences and config.algorithm.updates_per_step > 1,
 )
 _NO_AGENT = Owner("an agent, whose requests run to their ends", lambda config: not config.agent.used, is_rival=True)
+_OWN_SAMPLING = Owner(
+    "agent.sampling: client, under which requests choose it",
+    lambda config: config.agent.sampling != "client",
+    is_rival=True,
+)
 
 
 class Config(Section):
@@ -202,6 +207,8 @@ class Config(Section):
         "learner.mismatch_every": (_LAG,),
         "learner.clip_split_every": (_SPLIT,),
         "generation.segment_tokens": (_NO_AGENT,),
+        "evaluation.temperature": (_OWN_SAMPLING,),
+        "evaluation.top_p": (_OWN_SAMPLING,),
     }
     name: RunName = Field(description="Name of the run: its directory and its keys in Redis")
     seed: int = Field(0, ge=0, lt=2**31, description="Prompt order, sampling, permutations, initial random state")
@@ -306,11 +313,22 @@ class Config(Section):
     @model_validator(mode="after")
     def _turns_are_of_conversations(self) -> Config:
         has_turns = self.agent.used or any(source.environment.used for source in self.sources)
-        if self.algorithm.loss_agg_mode == "seq-mean-turn-mean" and not has_turns:
+        if self.algorithm.weighs_turns and not has_turns:
+            same = "seq-mean-token-mean" if self.algorithm.averages_turns else "token-mean"
             raise self.wrong(
                 "algorithm.loss_agg_mode",
                 "divides a conversation by its turns, and without an environment or agent every answer is one turn",
-                "Set token-mean, which is then the same, or an environment",
+                f"Set {same}, which is then the same, or an environment",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_need_whole_distributions(self) -> Config:
+        if self.generation.draft_tokens and self.evaluation.top_p not in (None, 1.0):
+            raise self.wrong(
+                "evaluation.top_p",
+                "cuts the distribution, and drafts (generation.draft_tokens) are checked against the whole one",
+                "Leave one of them out",
             )
         return self
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gspo.common.config.schema import Config
 
 _FILES, _SERVER = of_kind("teacher.path", "path"), of_kind("teacher.address", "address")
+_IN_ADVANTAGE = Owner("teacher.kl_in: advantage", lambda teacher: teacher.kl_in == "advantage")
 
 
 class TeacherConfig(Section):
@@ -47,6 +48,13 @@ class TeacherConfig(Section):
         "advantage",
         description="Place of that KL: subtracted from each token's reward, so that a token answers for later ones "
         "too (advantage), or a loss of each token alone (loss)",
+    )
+    kl_discount: Annotated[float | None, _IN_ADVANTAGE] = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Discount of that KL in the advantage, for each token further on; 0: a token answers for its own "
+        "KL alone (on-policy distillation of Thinking Machines). null: algorithm.gamma",
     )
     alone: bool = Field(
         False, description="Train by the teacher alone: rewards are measured and have no part in the advantages"

@@ -97,7 +97,7 @@ def _weighed_says(steps: Steps, _config: Config) -> Said:
         f"the geometric mean of the correction's weights is {steps[-1]['behavior_weight_geomean']:.2g} before their "
         f"bounds, below {WEIGHED_DOWN:g} for {len(steps)} steps",
         ("the product over an answer's tokens falls with its length",),
-        ("a smaller staleness.max_lag", f"algorithm.behavior_level: sequence, {_FIXED}"),
+        ("a smaller staleness.max_lag", f"algorithm.behavior_level: geometric, {_FIXED}"),
     )
 
 
@@ -115,8 +115,8 @@ def _turns_shrink(steps: Steps, _config: Config) -> bool:
 
 def _turns_say(steps: Steps, config: Config) -> Said:
     shorter, more = _turns(steps)
-    weighed = config.algorithm.loss_agg_mode == "seq-mean-turn-mean"
-    other = () if weighed else (f"algorithm.loss_agg_mode: seq-mean-turn-mean, {_FIXED}",)
+    mode = "seq-mean-token-sum-turn-norm"
+    other = () if config.algorithm.loss_agg_mode == mode else (f"algorithm.loss_agg_mode: {mode}, {_FIXED}",)
     return Said(
         f"within {len(steps)} steps a turn's tokens fell to {shorter:.0%} and turns rose to {more:.0%}",
         ("if the reward does not rise with them, the objective pays for short turns",),

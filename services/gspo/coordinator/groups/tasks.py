@@ -72,8 +72,9 @@ def training_task(config: Config, source: Source, group: int, prompt: Prompt) ->
 def evaluation_tasks(
     config: Config, source: Source, row: int, prompt: Prompt, *, label: str, version: int
 ) -> list[GroupTask]:
-    """Group 2 * row sampled as in training, and group 2 * row + 1 greedy under evaluation.greedy."""
-    kinds = [(2 * row, config.evaluation.num_answers, source.temperature)]
+    """Group 2 * row sampled, as in training by default, and group 2 * row + 1 greedy under evaluation.greedy."""
+    own = config.evaluation.temperature
+    kinds = [(2 * row, config.evaluation.num_answers, source.temperature if own is None else own)]
     if config.evaluation.greedy:
         kinds.append((2 * row + 1, 1, 0.0))
     return [
@@ -83,7 +84,7 @@ def evaluation_tasks(
             attempt=1,
             num_rollouts=num_rollouts,
             prompt=prompt,
-            sampling=_sampling(config, source, temperature, is_evaluation=True),
+            sampling=_held_out_sampling(config, source, temperature),
             rewards=reward_uses(source),
             **_episode(config, source.environment),
             min_version=version,
@@ -104,6 +105,14 @@ def _sampling(config: Config, source: Source, temperature: float, *, is_evaluati
         stop=source.stop,
         keep_sets=config.sampling.cuts and not is_evaluation,
     )
+
+
+def _held_out_sampling(config: Config, source: Source, temperature: float) -> Sampling:
+    sampling = _sampling(config, source, temperature, is_evaluation=True)
+    top_p = config.evaluation.top_p
+    if top_p is not None:
+        sampling.top_p = top_p
+    return sampling
 
 
 def _episode(config: Config, environment: EnvironmentConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
 from gspo.common.config.sources import Source
 from gspo.common.source_order import SourceOrder
-from gspo.learner.assembly.groups import Group
+from gspo.learner.assembly.groups import Group, reward_counts
 from gspo.learner.assembly.rows import Row
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlements
 from gspo_core.advantage import RunningMoments, normalize_rewards
@@ -163,7 +163,7 @@ class Assembler:
     def replay(self, rows: Sequence[Row]) -> None:
         """Take the rewards of a logged step into the running moments, as its assembly did."""
         if self._algorithm.reward_norm == "running":
-            update_moments(self.moments, rows)
+            update_moments(self.moments, rows, self._algorithm)
 
     def reassemble(self, step: int, rows: Sequence[Row]) -> list[Row]:
         """The rows of a logged step with the mini-batches and advantages that the present keys give them.
@@ -282,11 +282,14 @@ def in_training_order(rows: Sequence[Row], *, seed: int, step: int, num_mini_bat
 
 
 def with_advantages(rows: Sequence[Row], algorithm: AlgorithmConfig, moments: RunningMoments) -> list[Row]:
-    """The rows with their normalised rewards; under running, `moments` is updated in row order."""
-    trained = [row for row in rows if row.skipped is None]
+    """The rows with their normalised rewards; under running, `moments` is updated in row order.
+
+    A row whose loss alone is masked has an advantage too, for its reward is one of the group's.
+    """
+    counted = [row for row in rows if reward_counts(row, algorithm)]
     advantages_B = normalize_rewards(
-        _rewards(trained),
-        torch.tensor([row.group for row in trained], dtype=torch.long),
+        _rewards(counted),
+        torch.tensor([row.group for row in counted], dtype=torch.long),
         reward_norm=algorithm.reward_norm,
         reward_shift=algorithm.reward_shift,
         reward_scale=algorithm.reward_scale,
@@ -294,12 +297,12 @@ def with_advantages(rows: Sequence[Row], algorithm: AlgorithmConfig, moments: Ru
         moments=moments if algorithm.reward_norm == "running" else None,
     )
     advantages = iter(advantages_B.tolist())
-    return [replace(row, advantage=next(advantages)) if row.skipped is None else row for row in rows]
+    return [replace(row, advantage=next(advantages)) if reward_counts(row, algorithm) else row for row in rows]
 
 
-def update_moments(moments: RunningMoments, rows: Sequence[Row]) -> None:
+def update_moments(moments: RunningMoments, rows: Sequence[Row], algorithm: AlgorithmConfig) -> None:
     """Update the moments from a logged step, to the bit as `with_advantages` did under running."""
-    moments.update(_rewards([row for row in rows if row.skipped is None]))
+    moments.update(_rewards([row for row in rows if reward_counts(row, algorithm)]))
 
 
 def _rewards(rows: Sequence[Row]) -> torch.Tensor:

@@ -92,8 +92,8 @@ class Group:
 
     @property
     def counted_rewards(self) -> set[float | None]:
-        """The different rewards of the rollouts that count."""
-        return {row.reward for row in self._rows.values() if row.skipped is None}
+        """The different rewards of the rollouts that count, or whose reward counts."""
+        return {row.reward for row in self._rows.values() if reward_counts(row, self._algorithm)}
 
     def rows(self) -> list[Row]:
         """The rollouts by number, with `skipped` set if the score failed or the answer was cut off."""
@@ -108,7 +108,8 @@ class Group:
     def _why_skipped(self, row: Row) -> str | None:
         if row.failure is not None:
             return "failed"
-        return "truncated" if self._algorithm.mask_truncated and row.outcome == "truncated" else None
+        masks = self._algorithm.mask_truncated or self._algorithm.mask_truncated_completions
+        return "truncated" if masks and row.outcome == "truncated" else None
 
     def _with_length_penalty(self, row: Row) -> Row:
         buffer = self._algorithm.overlong_buffer
@@ -121,6 +122,12 @@ class Group:
             penalty=self._algorithm.overlong_penalty,
         )
         return lowered(row, "overlong", penalty_B.item())
+
+
+def reward_counts(row: Row, algorithm: AlgorithmConfig) -> bool:
+    """Whether the row's reward is part of the moments of its group: it is trained, or only its loss is masked."""
+    is_masked = algorithm.mask_truncated_completions and row.skipped == "truncated"
+    return row.skipped is None or is_masked
 
 
 def _without_old_tokens(row: Row, oldest_allowed: int) -> Row:

@@ -48,7 +48,8 @@ class Row:
         time_limit, step_time_limit, environment_failed; unspecified.
     reward, failure: A number or a reason, never both.
     parts_json: List of {name, value, weight, version}, one for each reward function.
-    advantage: The normalised reward, null when skipped.
+    advantage: The normalised reward, null when skipped. Truncated rows have one under
+        algorithm.mask_truncated_completions, which masks their loss alone.
     skipped: Why the row is not trained on: failed, truncated or stale; null when it is.
     mini_batch: Optimizer step within the step, from 0; -1 when skipped.
     num_turns: The policy's; 1 for a single answer.

@@ -102,6 +102,11 @@ class StepBatch:
         """The log-probs by a teacher at an address, which the rows have."""
         return _side_by_side([row.teacher_logp for row in self.rows]).float()
 
+    @property
+    def turn_BT(self) -> Tensor:
+        """The number of each sampled token's turn in a conversation, from 0; without meaning elsewhere."""
+        return _side_by_side([_turn_numbers(row) for row in self.rows]).long()
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -360,6 +365,16 @@ def _kept(rows: Sequence[Row]) -> tuple[Tensor, ...] | None:
 
 def _branch_numbers(row: Row) -> NDArray[np.int64]:
     return np.searchsorted(row.branch_starts, np.arange(len(row.token_ids)), side="right")
+
+
+def _turn_numbers(row: Row) -> NDArray[np.int64]:
+    """A turn is a run of sampled tokens: the next one begins behind an observation, or with a further branch."""
+    is_sampled = row.version >= 0
+    begins = is_sampled & ~np.roll(is_sampled, 1)
+    begins[:1] = is_sampled[:1]
+    begins[row.branch_starts] |= is_sampled[row.branch_starts]
+    numbers: NDArray[np.int64] = np.maximum(np.cumsum(begins) - 1, 0)
+    return numbers
 
 
 def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | None, backward: bool) -> MicroBatch:

@@ -18,7 +18,7 @@ from gspo.common.config.teacher import TeacherConfig
 from gspo.learner.model.batch import MicroBatch, StepBatch
 from gspo.learner.objective import figures
 from gspo.learner.objective.own_loss import LossBatch, OwnLoss
-from gspo_core.advantage import token_advantages
+from gspo_core.advantage import rediscounted_penalty, token_advantages
 from gspo_core.correction import behavior_stats, behavior_weights
 from gspo_core.figures import policy_stats, ratio_stats
 from gspo_core.kl import kl_divergence
@@ -43,7 +43,7 @@ class StepTargets:
         moving_B: Bool: the rollouts with a gradient. [B]
         stats: Those of that correction, over the whole step; empty without one.
         reference_BT, teacher_BT: The columns; None where the objective does not need them.
-        branch_BT: As in the batch.
+        branch_BT, turn_BT: As in the batch; None for the turns where no key weighs them.
     """
 
     old_BT: Tensor
@@ -55,6 +55,7 @@ class StepTargets:
     reference_BT: Tensor | None
     teacher_BT: Tensor | None
     branch_BT: Tensor | None
+    turn_BT: Tensor | None
 
     def sizes(self, of_update_B: Tensor) -> dict[str, Any]:
         """N, M and K of an optimizer step with these rollouts, over all ranks and micro-batches."""
@@ -88,12 +89,14 @@ class Objective:
         teacher_BT = columns.get(TEACHER)
         weight_BT, keep_BT, stats = self._correction("recompute", old_BT, batch.behavior_BT, batch.mask_BT)
         mask_BT = batch.mask_BT & keep_BT
-        lowered_by = []
+        penalties, discount = [], self._teacher.kl_discount
         if algorithm.add_token_level_kl and reference_BT is not None:
-            lowered_by.append((algorithm.kl_coef, reference_BT))
+            penalties.append(algorithm.kl_coef * kl_divergence(old_BT, reference_BT, "k1"))
         if teacher_BT is not None and not self._teaches_by_loss:
-            lowered_by.append((self._teacher.coef, teacher_BT))
-        penalties = [coef * kl_divergence(old_BT, model_BT, "k1") for coef, model_BT in lowered_by]
+            taught_BT = self._teacher.coef * kl_divergence(old_BT, teacher_BT, "k1")
+            if discount is not None:
+                taught_BT = rediscounted_penalty(taught_BT, mask_BT, own_gamma=discount, gamma=algorithm.gamma)
+            penalties.append(taught_BT)
         advantage_BT = token_advantages(
             torch.tensor([row.advantage for row in batch.rows], dtype=torch.float64),
             mask_BT,
@@ -114,6 +117,7 @@ class Objective:
             reference_BT=reference_BT,
             teacher_BT=teacher_BT,
             branch_BT=batch.branch_BT,
+            turn_BT=batch.turn_BT if algorithm.averages_turns else None,
         )
 
     def _always_moves(self) -> bool:
@@ -138,14 +142,15 @@ class Objective:
         """
         algorithm, mask_RT = self._algorithm, micro.take_mask(targets.mask_BT)
         old_RT, advantage_RT = micro.take(targets.old_BT), micro.take(targets.advantage_BT)
-        reference_RT, teacher_RT, branch_RT = (
+        reference_RT, teacher_RT, branch_RT, turn_RT = (
             None if x_BT is None else micro.take(x_BT)
-            for x_BT in (targets.reference_BT, targets.teacher_BT, targets.branch_BT)
+            for x_BT in (targets.reference_BT, targets.teacher_BT, targets.branch_BT, targets.turn_BT)
         )
         aggregated = {
             "loss_agg_mode": algorithm.loss_agg_mode,
             "max_response_length": algorithm.response_length,
             "turns_B": targets.turns_B[micro.row_R].to(mask_RT.device),
+            "turn_BT": turn_RT,
             **sizes,
         }
 

@@ -43,15 +43,16 @@ class GroupResults:
         return ResultsReply(run=run, groups=groups, spreads=spreads)
 
 
-def rewards_differ(rollouts: Iterable[tuple[int, float | None, str | None]]) -> dict[int, bool]:
+def rewards_differ(rollouts: Iterable[tuple[int, float | None, str | None, float | None]]) -> dict[int, bool]:
     """Group -> whether its counted rewards differ, by the number of the group.
 
     Args:
-        rollouts: Group, reward and `skipped` of the rows of a step.
+        rollouts: Group, reward, `skipped` and advantage of the rows of a step. A skipped row with an advantage counts:
+            only its loss is masked.
     """
     rewards: dict[int, set[float | None]] = {}
-    for group, reward, skipped in rollouts:
+    for group, reward, skipped, advantage in rollouts:
         counted = rewards.setdefault(group, set())
-        if skipped in _COUNTED:
+        if skipped in _COUNTED or advantage is not None:
             counted.add(reward)
     return {group: len(rewards[group]) > 1 for group in sorted(rewards)}

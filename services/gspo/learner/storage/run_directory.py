@@ -145,7 +145,7 @@ class RunDir:
         self.last_step = step
         for group in groups:
             self.settlements.add(group, GroupEnding.TRAINED)
-        self.results.add(rewards_differ((row.group, row.reward, row.skipped) for row in rows).items())
+        self.results.add(rewards_differ((row.group, row.reward, row.skipped, row.advantage) for row in rows).items())
 
     def leave_out(self, step: int) -> None:
         """Leave a logged step out of training from now on, unless it is; on the disk when this returns.

@@ -78,7 +78,8 @@ class StepLog:
 
     def results(self, step: int) -> dict[int, bool]:
         """The groups in a step, in order, each with whether its rewards differed; reads no other column."""
-        table = read_columns(self.path(step), ["group", "reward", "skipped"])
+        names = ["group", "reward", "skipped", "advantage"]
+        table = read_columns(self.path(step), names).select(names)
         return rewards_differ(zip(*table.to_pydict().values(), strict=True))
 
     def remove(self, steps: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ _OWN_KEYS = {
     "train_micro_batch_size_per_gpu": "set learner.micro_batch_tokens",
     "gradient_accumulation_steps": "set learner.micro_batch_tokens and algorithm.num_mini_batches",
     "managed_gradient_accumulation": "the trainer decides where an optimizer step ends",
-    "optimizer": "set learner.learning_rate, weight_decay and adam_betas",
+    "optimizer": "set learner.learning_rate, weight_decay, adam_betas and adam_eps",
     "scheduler": "set learner.schedule and learner.warmup_steps",
     "gradient_clipping": "set learner.max_grad_norm",
     "fp16": "set learner.dtype",
@@ -126,7 +126,6 @@ _REFUSED = {
 }
 _AUTO = "auto"
 _DEVICES = ("none", "cpu")
-_ADAM_EPS = 1e-8
 
 
 def engine_config(config: Config) -> dict[str, Any]:
@@ -217,7 +216,7 @@ def _refuse_contradictions(section: Mapping[str, Any], learner: LearnerConfig) -
                 "lr": learner.learning_rate,
                 "betas": list(learner.adam_betas),
                 "weight_decay": learner.weight_decay,
-                "eps": _ADAM_EPS,
+                "eps": learner.adam_eps,
             },
         },
         "gradient_clipping": learner.max_grad_norm,

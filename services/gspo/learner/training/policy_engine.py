@@ -212,6 +212,7 @@ class PolicyEngine:
             self._parameter_groups(),
             lr=learner.learning_rate,
             betas=learner.adam_betas,
+            eps=learner.adam_eps,
             weight_decay=learner.weight_decay,
             fused=True,
         )

@@ -57,7 +57,7 @@ def test_contradictions_name_the_key(sections: dict[str, Any], where: str) -> No
 
 
 def test_conversations_of_agents_have_turns() -> None:
-    by_turn = {"algorithm": {"loss_agg_mode": "seq-mean-turn-mean"}}
+    by_turn = {"algorithm": {"loss_agg_mode": "seq-mean-token-sum-turn-norm"}}
     assert parsed({"external": True}, **by_turn).agent.used
     assert refused({}, reward=REWARD, **by_turn).where == "algorithm.loss_agg_mode"
 

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.loading import parse_config
+from gspo.common.config.presets import PRESETS, remarks
 from gspo.common.errors import InputError
+from gspo_core.correction import behavior_weights
 
 # Copied from the documentation of ROLL's GSPO settings, with comments and headings.
 ROLL_BLOCK = """
@@ -155,7 +158,7 @@ def test_the_estimator_brings_its_norm_whatever_the_preset() -> None:
     assert algorithm(preset="roll-gspo").reward_norm is None
 
 
-@pytest.mark.parametrize("preset", ["gspo", "roll-gspo", "grpo", "dr-grpo"])
+@pytest.mark.parametrize("preset", list(PRESETS))
 def test_every_key_written_out_loads_as_the_same(preset: str) -> None:
     """The run directory holds every key with its value, and a resume reads that."""
     cispo = {"objective": "cispo", "dual_clip_loss": False}
@@ -165,7 +168,7 @@ def test_every_key_written_out_loads_as_the_same(preset: str) -> None:
         assert AlgorithmConfig.model_validate(written.model_dump(mode="json")) == written
 
 
-@pytest.mark.parametrize("preset", ["gspo", "roll-gspo", "grpo", "dr-grpo"])
+@pytest.mark.parametrize("preset", list(PRESETS))
 def test_a_loss_of_ones_own_replaces_the_objective_of_a_preset_and_no_other_key(preset: str) -> None:
     plain, own = algorithm(preset=preset), algorithm(preset=preset, loss={"path": "mine.py"})
     assert own.has_own_loss and not own.clips_ratio
@@ -212,6 +215,8 @@ def test_reinforce_has_no_norm_of_its_own() -> None:
           for key, value, named in (("behavior_low", 0, "algorithm.behavior_low: 0.0 is below 0.01"),
                                     ("behavior_low", 0.0099, "algorithm.behavior_low: 0.0099 is below 0.01"),
                                     ("behavior_high", 101, "algorithm.behavior_high: 101.0 is above 100"))),
+        ({"mask_truncated": True, "mask_truncated_completions": True},
+         "algorithm.mask_truncated_completions: true keeps the rewards"),
         ({"overlong_buffer": 4097}, "algorithm.overlong_buffer: 4097"),
         ({"response_length": 100, "overlong_buffer": 101}, "algorithm.overlong_buffer: 101"),
         ({"adv_estimator": "reinforce", "num_return_sequences_in_group": 1, "filter_zero_spread": True},
@@ -251,11 +256,87 @@ def test_a_contradiction_names_key_value_and_fix(minimal: dict[str, Any], keys: 
     [
         {**TRUNCATE, "behavior_level": "product", "behavior_low": 0.01, "behavior_high": 100},
         {"behavior_correction": "mask", "behavior_low": 0, "behavior_high": 1e9},
+        {"behavior_correction": "mask", "behavior_low": 0.999, "behavior_high": 1.001},
+        {"behavior_correction": "mask", "behavior_level": "token", "behavior_low": 0.5, "behavior_high": 2.0},
+        {"behavior_correction": "mask", "behavior_level": "product", "behavior_low": 0.5, "behavior_high": 2.0},
+        {**TRUNCATE, "behavior_low": None, "behavior_high": 1.001},
+        {**TRUNCATE, "behavior_level": "product", "behavior_low": 0.5, "behavior_high": 2.0},
     ],
 )
-def test_a_correction_has_its_defaults_and_bounds_that_count(keys: dict[str, Any]) -> None:
+def test_a_correction_has_bounds_that_count_by_default_those_of_its_level(keys: dict[str, Any]) -> None:
+    for written in (keys, {key: value for key, value in keys.items() if not key.endswith(("low", "high"))}):
+        loaded = algorithm(**written)
+        assert {key: getattr(loaded, key) for key in written} == written
+    if keys.get("behavior_high") in (1.001, 2.0):
+        assert {key: getattr(loaded, key) for key in keys} == keys
+
+
+def test_each_level_of_a_correction_masks_a_drift_by_default() -> None:
+    """A drift of 0.002 for each of 400 tokens, in one of which it is 1."""
+    old_BT, behavior_BT, mask_BT = torch.full((1, 400), 0.002), torch.zeros(1, 400), torch.ones(1, 400)
+    old_BT[0, 0] = 1.0
+    for level, num_masked in (("geometric", 400), ("token", 1), ("product", 400)):
+        bounds = algorithm(behavior_correction="mask", behavior_level=level).behavior_bounds
+        assert bounds is not None
+        options: dict[str, Any] = {"behavior_correction": "mask", "behavior_level": level, "bounds": bounds}
+        _, keep_BT = behavior_weights(old_BT, behavior_BT, mask_BT, **options)
+        assert int((~keep_BT).sum()) == num_masked
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "now", "fix"),
+    [
+        ("behavior_level", "sequence", "geometric", "Set geometric, which it was here, or product, which they mean"),
+        ("loss_agg_mode", "seq-mean-turn-mean", "seq-mean-token-sum-turn-norm", "or seq-mean-turn-mean-token-mean"),
+    ],
+)
+def test_a_misleading_name_is_refused_with_both_others_and_read_in_stored_runs(
+    minimal: dict[str, Any], key: str, before: str, now: str, fix: str
+) -> None:
+    minimal["algorithm"] = {"behavior_correction": "mask", "behavior_low": 0.5, "behavior_high": 2.0, key: before}
+    minimal["environment"] = {"path": "game.py"}
+    with pytest.raises(InputError) as error:
+        parse_config(minimal, Path())
+    assert error.value.where == f"algorithm.{key}" and fix in error.value.fix and now in error.value.fix
+    stored = parse_config(minimal, Path(), is_stored=True).algorithm
+    assert getattr(stored, key) == now and stored.behavior_bounds == (0.5, 2.0)
+
+
+REMARKED: list[tuple[dict[str, Any], str]] = [
+    ({"objective": "cispo"}, "algorithm.preset: cispo"),
+    ({"objective": "cispo", "importance_sampling": "token"}, "algorithm.preset: cispo"),
+    ({"adv_estimator": "rloo"}, "algorithm.preset: rloo"),
+    ({"adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum"}, "algorithm.preset: rloo"),
+    (ROLL_VALUES, "ROLL's is 0.2"),
+    ({"preset": "cispo"}, ""),
+    ({"preset": "rloo"}, ""),
+    ({"preset": "roll-gspo"}, ""),
+    ({**ROLL_VALUES, "pg_clip": 0.2}, ""),
+    ({**ROLL_VALUES, "reward_clip": 5}, ""),
+    ({"objective": "cispo", "importance_sampling": "token", "loss_agg_mode": "token-mean"}, ""),
+    ({}, ""),
+]
+
+
+@pytest.mark.parametrize(("keys", "line"), REMARKED, ids=str)
+def test_a_name_without_its_definition_gets_one_line(keys: dict[str, Any], line: str) -> None:
     loaded = algorithm(**keys)
-    assert {key: getattr(loaded, key) for key in keys} == keys
+    lines = remarks(loaded.model_dump(), loaded.clip)
+    assert len(lines) == bool(line)
+    assert all(line in it for it in lines)
+
+
+def test_the_presets_of_papers_have_their_objectives() -> None:
+    dapo = algorithm(preset="dapo", response_length=20480)
+    assert (dapo.clip, dapo.importance_sampling, dapo.loss_agg_mode) == ((0.2, 0.28), "token", "token-mean")
+    assert (dapo.filter_zero_spread, dapo.overlong_buffer, dapo.num_mini_batches) == (True, 4096, 16)
+    assert algorithm(preset="dapo", overlong_buffer=None).overlong_buffer is None
+    assert algorithm(preset="dapo", response_length=8).overlong_buffer == 1
+    cispo = algorithm(preset="cispo")
+    assert (cispo.objective, cispo.clip, cispo.importance_sampling) == ("cispo", (1.0, 4.0), "token")
+    assert (cispo.loss_agg_mode, cispo.reward_norm) == ("token-mean", "group")
+    rloo = algorithm(preset="rloo")
+    assert (rloo.reward_norm, rloo.loss_agg_mode, rloo.num_mini_batches) == ("leave_one_out", "seq-mean-token-sum", 1)
 
 
 @pytest.mark.parametrize(

@@ -110,14 +110,18 @@ def test_a_contradiction_names_its_key(minimal: dict[str, Any], keys: dict[str, 
     assert error.value.fix
 
 
-def test_turns_divide_the_losses_of_conversations_alone(minimal: dict[str, Any]) -> None:
-    minimal["algorithm"] = {"loss_agg_mode": "seq-mean-turn-mean"}
+@pytest.mark.parametrize(
+    ("mode", "same"),
+    [("seq-mean-token-sum-turn-norm", "token-mean"), ("seq-mean-turn-mean-token-mean", "seq-mean-token-mean")],
+)
+def test_turns_divide_the_losses_of_conversations_alone(minimal: dict[str, Any], mode: str, same: str) -> None:
+    minimal["algorithm"] = {"loss_agg_mode": mode}
     with pytest.raises(InputError) as error:
         parse_config(minimal, Path())
     assert error.value.where == "algorithm.loss_agg_mode"
-    assert "token-mean" in (error.value.fix or "")
+    assert f"Set {same}, which is then the same" in error.value.fix
     minimal["environment"] = {"path": "game.py"}
-    assert parse_config(minimal, Path()).algorithm.loss_agg_mode == "seq-mean-turn-mean"
+    assert parse_config(minimal, Path()).algorithm.loss_agg_mode == mode
 
 
 def test_a_task_carries_how_it_is_played(minimal: dict[str, Any]) -> None:

@@ -37,6 +37,28 @@ def test_a_figure_of_a_file(tmp_path: Path, prompts: Any, keep_best: str, expect
 
 
 @pytest.mark.parametrize(
+    ("own", "other", "rule"),
+    [
+        ({"top_p": 0.9}, {"generation": {"draft_tokens": 4}}, "drafts .* are checked against the whole one"),
+        ({"top_p": 0.0}, {}, "0.0 is not allowed"),
+        ({"temperature": 0.0}, {}, "0.0 is not allowed"),
+        (
+            {"temperature": 0.6},
+            {"agent": {"external": True, "sampling": "client"}, "gateway": {"replicas": 1}},
+            "has no effect beside agent.sampling: client",
+        ),
+    ],
+)
+def test_sampling_of_its_own_is_one_that_the_engine_has(
+    tmp_path: Path, own: dict[str, Any], other: dict[str, Any], rule: str
+) -> None:
+    settings = {"name": "a", "model": {"path": "."}, "data": {"prompts": "p.jsonl"}, "run": {"total_steps": 9}}
+    reward, held_out = {"functions": [{"path": "right.py"}]}, {"prompts": "e.jsonl", **own}
+    with pytest.raises(InputError, match=rf"evaluation\.{next(iter(own))}: .*{rule}"):
+        parse_config({**settings, "reward": reward, "evaluation": held_out, **other}, tmp_path)
+
+
+@pytest.mark.parametrize(
     ("evaluation", "message"),
     [
         (

@@ -132,7 +132,7 @@ def test_what_is_refused(sources: Any, sections: Any, message: str) -> None:
 
 
 def test_turns_may_be_averaged_where_one_source_has_conversations() -> None:
-    turns = {"algorithm": {"loss_agg_mode": "seq-mean-turn-mean"}}
+    turns = {"algorithm": {"loss_agg_mode": "seq-mean-token-sum-turn-norm"}}
     read(**turns)
     with pytest.raises(InputError, match="without an environment"):
         read([SUM], **turns)

@@ -117,13 +117,13 @@ def test_a_product_that_weighs_answers_down_is_said(minimal: dict[str, Any]) -> 
     assert "weights is 0.06 before" in advice(low, product)["answers_weighed_down"]
     assert advice(low[:4], product) == {}
     assert advice([*low[:4], {"behavior_weight_geomean": 0.5}], product) == {}
-    assert advice(low, configured(minimal, algorithm=keys | {"behavior_level": "sequence"})) == {}
+    assert advice(low, configured(minimal, algorithm=keys | {"behavior_level": "geometric"})) == {}
 
 
 def test_conversations_of_shorter_and_more_turns_are_said(config: Config) -> None:
     shrinking = [{"turn_tokens_mean": 30.0 - step, "turns_mean": 4 + step / 10} for step in range(20)]
     assert "fell to 46% and turns rose to 136%" in advice(shrinking, config)["turns_shrink"]
-    assert "seq-mean-turn-mean" in advice(shrinking, config)["turns_shrink"]
+    assert "seq-mean-token-sum-turn-norm" in advice(shrinking, config)["turns_shrink"]
     assert advice(shrinking[1:], config) == {}
     fewer = [{**figures, "turns_mean": 4.0} for figures in shrinking]
     longer = [{**figures, "turn_tokens_mean": 30.0} for figures in shrinking]

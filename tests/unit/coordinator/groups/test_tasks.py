@@ -109,6 +109,19 @@ async def test_each_source_has_the_order_of_a_run_of_it_alone(
     assert [task.prompt.text for task in listed_alone] == alone["a"]
 
 
+def test_held_out_prompts_are_sampled_as_in_training_unless_evaluation_says_otherwise() -> None:
+    held_out = {"prompts": "held_out.jsonl", "num_answers": 3}
+    for own, expected in (({}, (0.7, 1.0)), ({"temperature": 0.5, "top_p": 0.75}, (0.5, 0.75))):
+        keys = {"data": {"prompts": "a.jsonl"}, "sampling": {"temperature": 0.7}, "evaluation": {**held_out, **own}}
+        config = parse_config({**RUN, **keys}, Path("/c"))
+        source, prompt = config.sources[0], Prompt(text="a")
+        sampled, greedy = evaluation_tasks(config, source, 0, prompt, label="v0", version=0)
+        assert (sampled.sampling.temperature, sampled.sampling.top_p) == pytest.approx(expected)
+        assert (sampled.num_rollouts, greedy.sampling.temperature) == (3, 0.0)
+        trained = training_task(config, source, 0, prompt).sampling
+        assert (trained.temperature, trained.top_p) == pytest.approx((0.7, 1.0))
+
+
 async def test_each_task_has_the_reward_environment_and_sampling_of_its_source(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -126,7 +126,7 @@ def test_branches_need_a_ratio_of_sequences_and_the_shape_of_the_tokens() -> Non
 def test_turns_divide_a_sequence_and_a_turns_mean_length_the_step() -> None:
     """l is 1 a token. Conversations of 2 and 4 tokens in 1 and 3 turns: 6 tokens in 4 turns, 1.5 a turn."""
     l_BT, mask_BT = torch.ones(3, 4), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
-    options: dict[str, Any] = {"loss_agg_mode": "seq-mean-turn-mean"}
+    options: dict[str, Any] = {"loss_agg_mode": "seq-mean-token-sum-turn-norm"}
     loss = aggregate_loss(l_BT, mask_BT, turns_B=torch.tensor([1, 3, 7]), **options)
     assert loss.item() == pytest.approx((2 / 1 + 4 / 3) / 2 / 1.5)
     step: dict[str, Any] = {"num_sequences": 2, "num_tokens": 6, "num_turns": 4}
@@ -137,6 +137,22 @@ def test_turns_divide_a_sequence_and_a_turns_mean_length_the_step() -> None:
     assert torch.stack(parts).sum().item() == pytest.approx(loss.item())
     one_turn_each = aggregate_loss(l_BT * 2, mask_BT, **options)
     assert one_turn_each.item() == pytest.approx(aggregate_loss(l_BT * 2, mask_BT, loss_agg_mode="token-mean").item())
+
+
+def test_a_mean_over_turns_weighs_long_and_short_ones_alike() -> None:
+    """Row 0 has turns of 1 and 3 tokens, row 1 one turn of 2, row 2 none that counts."""
+    l_BT = torch.tensor([[6.0, 1, 2, 3], [5, 7, 9, 9], [1, 1, 1, 1]])
+    mask_BT = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+    turn_BT = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 2]])
+    options: dict[str, Any] = {"loss_agg_mode": "seq-mean-turn-mean-token-mean"}
+    loss = aggregate_loss(l_BT, mask_BT, turn_BT=turn_BT, **options)
+    assert loss.item() == pytest.approx(((6 + 2) / 2 + 6) / 2)
+    parts = [
+        aggregate_loss(l_BT[[i]], mask_BT[[i]], turn_BT=turn_BT[[i]], num_sequences=2, **options) for i in range(3)
+    ]
+    assert torch.stack(parts).sum().item() == pytest.approx(loss.item())
+    one_turn_each = aggregate_loss(l_BT, mask_BT, **options)
+    assert one_turn_each.item() == pytest.approx(aggregate_loss(l_BT, mask_BT).item())
 
 
 def test_token_ratio() -> None:

@@ -11,8 +11,17 @@ import pytest
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.schema import StalenessConfig
 from gspo.common.config.sources import Source
-from gspo.learner.assembly.assembler import AddResult, Assembler, Batch, NoUsableGroups, PromptsUsedUp, WaitingForGroups
+from gspo.learner.assembly.assembler import (
+    AddResult,
+    Assembler,
+    Batch,
+    NoUsableGroups,
+    PromptsUsedUp,
+    WaitingForGroups,
+    update_moments,
+)
 from gspo.learner.assembly.settlements import EndedGroup, GroupEnding, Settlements
+from gspo.learner.storage.group_results import rewards_differ
 from gspo_core.advantage import RunningMoments
 from gspo_proto.rollout_pb2 import OUTCOME_TRUNCATED, GroupFailure
 from tests.unit.learner.conftest import MakeScored
@@ -293,6 +302,35 @@ def test_truncated_answers_are_left_out_only_where_asked(scored: MakeScored) -> 
         batch = a.next_batch(0, {})
         assert isinstance(batch, Batch)
         assert {row.number: row.skipped for row in batch.rows} == {0: None, 1: skipped}
+
+
+@pytest.mark.parametrize(("key", "advantage"), [("mask_truncated", 0.0), ("mask_truncated_completions", 0.9354)])
+def test_the_rewards_of_truncated_answers_leave_their_group_or_only_their_losses_do(
+    scored: MakeScored, key: str, advantage: float
+) -> None:
+    """Four right and four truncated answers: TRL's mask_truncated_completions has (1 - 0.5) / 0.5345 = 0.935."""
+    keys: dict[str, Any] = {"rollout_batch_size": 1, "num_return_sequences_in_group": 8, key: True}
+    a = assembler(**keys)
+    for number in range(4):
+        a.add(scored(0, number, num_rollouts=8, reward=1.0))
+        a.add(scored(0, 4 + number, num_rollouts=8, reward=0.0, outcome=OUTCOME_TRUNCATED))
+    batch = a.next_batch(0, {})
+    assert isinstance(batch, Batch)
+    trained = [row for row in batch.rows if row.skipped is None]
+    assert [row.advantage for row in trained] == pytest.approx([advantage] * 4, abs=1e-4)
+    assert [row.skipped for row in batch.rows if row not in trained] == ["truncated"] * 4
+    logged = rewards_differ((row.group, row.reward, row.skipped, row.advantage) for row in batch.rows)
+    assert logged == {0: advantage > 0}
+    # The filter, and running moments in a recovery, see the same rewards.
+    filtering = assembler(filter_zero_spread=True, **keys)
+    moments = RunningMoments()
+    running = AlgorithmConfig.model_validate({"adv_estimator": "reinforce", "reward_norm": "running", key: True})
+    update_moments(moments, batch.rows, running)
+    assert moments.count == (8 if advantage else 4)
+    for row in batch.rows:
+        outcome = {"outcome": OUTCOME_TRUNCATED} if row.skipped else {}
+        filtering.add(scored(0, row.number, num_rollouts=8, reward=row.reward, **outcome))
+    assert isinstance(filtering.next_batch(0, {}), Batch) == (advantage > 0)
 
 
 def test_a_group_of_which_nothing_counts_is_filtered(scored: MakeScored) -> None:

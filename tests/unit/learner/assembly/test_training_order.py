@@ -65,7 +65,7 @@ def test_running_moments_go_on_over_steps_and_a_replay_takes_them_in() -> None:
     trained, replayed = RunningMoments(), RunningMoments()
     for rewards in (REWARDS, (0.0, 10.0, 4.0, 6.0)):
         advantaged = with_advantages(rows(rewards), algorithm, trained)
-        update_moments(replayed, rows(rewards))
+        update_moments(replayed, rows(rewards), algorithm)
     assert trained == replayed
     assert (trained.count, trained.mean) == (8, 5.0)
     # All eight: squared deviations 16, 4, 0, 36, 25, 25, 1, 1.

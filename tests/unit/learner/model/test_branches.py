@@ -28,10 +28,11 @@ from tests.support.typed.gradients import backward
 ALGORITHMS: list[dict[str, Any]] = [
     {"pg_clip": 0.05},
     {"pg_clip": 0.05, "importance_sampling": "seq_token", "loss_agg_mode": "seq-mean-token-sum"},
-    {"pg_clip": 0.05, "pg_clip_reference_length": 3, "loss_agg_mode": "seq-mean-turn-mean"},
+    {"pg_clip": 0.05, "pg_clip_reference_length": 3, "loss_agg_mode": "seq-mean-token-sum-turn-norm"},
     {"preset": "grpo", "pg_clip": 0.05},
     {"preset": "dr-grpo", "pg_clip": 0.05},
     {"objective": "cispo", "entropy_coef": 0.1},
+    {"pg_clip": 0.05, "loss_agg_mode": "seq-mean-turn-mean-token-mean"},
 ]
 OF_BRANCHES: list[dict[str, Any]] = [{**keys, "ratio_of": "branch"} for keys in ALGORITHMS if "preset" not in keys]
 NOISE = 0.05

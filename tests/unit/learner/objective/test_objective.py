@@ -32,14 +32,21 @@ CASES: list[dict[str, Any]] = [
     {"loss_agg_mode": "seq-mean-token-sum"},
     {"loss_agg_mode": "seq-mean-token-sum-norm"},
     {"loss_agg_mode": "token-mean"},
-    {"loss_agg_mode": "seq-mean-turn-mean"},
-    {"loss_agg_mode": "seq-mean-turn-mean", "importance_sampling": "token", "use_kl_loss": True, "kl_loss_coef": 0.2},
+    {"loss_agg_mode": "seq-mean-token-sum-turn-norm"},
+    {
+        "loss_agg_mode": "seq-mean-token-sum-turn-norm",
+        "importance_sampling": "token",
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.2,
+    },
+    {"loss_agg_mode": "seq-mean-turn-mean-token-mean"},
+    {"loss_agg_mode": "seq-mean-turn-mean-token-mean", "ratio_of": "branch", "use_kl_loss": True, "kl_loss_coef": 0.2},
     {"pg_clip": 0.05},
     {"pg_clip": 0.05, "pg_clip_reference_length": 3},
     {"pg_clip": 0.05, "pg_clip_reference_length": 3, "importance_sampling": "seq_token"},
     {"pg_clip": 0.05, "ratio_of": "branch"},
     {"pg_clip": 0.05, "ratio_of": "branch", "importance_sampling": "seq_token", "pg_clip_reference_length": 3},
-    {"ratio_of": "branch", "objective": "cispo", "loss_agg_mode": "seq-mean-turn-mean"},
+    {"ratio_of": "branch", "objective": "cispo", "loss_agg_mode": "seq-mean-token-sum-turn-norm"},
     {"importance_sampling": "token", "dual_clip_loss": 1.1},
     {"objective": "cispo"},
     {"objective": "cispo", "importance_sampling": "token", "pg_clip_low": 0.1, "pg_clip_high": 0.1},
@@ -79,7 +86,7 @@ def random_batch(rng: np.random.Generator, *, by_branch: bool = False) -> StepBa
                 prompt_token_ids=np.array([5, 6], dtype=np.int32),
                 token_ids=rng.integers(3, 90, length).astype(np.int32),
                 mask=mask,
-                version=np.zeros(length, dtype=np.int32),
+                version=np.where(mask, 0, -1).astype(np.int32),
                 logp=rng.normal(-1.5, 0.3, length).astype(np.float32),
                 advantage=float(rng.normal()) if number else 0.0,
                 reward=0.0,
@@ -154,6 +161,66 @@ def test_the_penalties_of_reference_and_teacher_add_up() -> None:
     np.testing.assert_allclose(targets.advantage_BT.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("discount", [0.0, 0.5, 1.0])
+def test_the_kl_to_a_teacher_has_a_discount_of_its_own(discount: float) -> None:
+    """Rewards keep gamma, here 0.9."""
+    rng = np.random.default_rng(0)
+    batch = random_batch(rng)
+    algorithm = AlgorithmConfig.model_validate({**REINFORCE, "gamma": 0.9})
+    old, taught = (rng.normal(-1.5, 0.3, batch.mask_BT.shape) for _ in range(2))
+    objective = Objective(algorithm, TeacherConfig(path="larger", coef=0.5, kl_discount=discount))
+    targets = objective.targets(batch, {OLD: torch.tensor(old), TEACHER: torch.tensor(taught)})
+    mask, rewards = batch.mask_BT.numpy(), np.array([row.advantage for row in batch.rows])
+    ours = advantages(rewards, mask, np.zeros(mask.shape), gamma=0.9, whiten=False, clip=None)
+    theirs = advantages(0 * rewards, mask, 0.5 * (old - taught), gamma=discount, whiten=False, clip=None)
+    np.testing.assert_allclose(targets.advantage_BT.numpy(), ours + theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("discount", [0.0, 1.0])
+def test_the_gradient_of_distillation_is_that_of_the_kl_it_names(discount: float) -> None:
+    """A policy of three tokens and two positions, whose nine answers count by their probability.
+
+    Discount 0 is the KL at each position, over the policy's own prefixes (Thinking Machines). Discount 1 is that of
+    whole answers (MiniLLM): the first token answers for the second one's KL too.
+    """
+    torch.manual_seed(0)
+    first_V, second_VV = torch.randn(3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    logits = [first_V.requires_grad_(), second_VV.requires_grad_()]
+    p1_V, p2_VV = first_V.log_softmax(-1), second_VV.log_softmax(-1)
+    t1_V, t2_VV = (torch.randn(shape, dtype=torch.float64).log_softmax(-1) for shape in ((3,), (3, 3)))
+    answers = [(a, b) for a in range(3) for b in range(3)]
+    logp_BT, taught_BT = (torch.stack([torch.stack([x[a], y[a, b]]) for a, b in answers])
+                          for x, y in ((p1_V, p2_VV), (t1_V, t2_VV)))  # fmt: skip
+    old_BT = logp_BT.detach()
+    fields: dict[str, Any] = {
+        "step": 1,
+        "group": 0,
+        "mini_batch": 0,
+        "temperature": 1.0,
+        "advantage": 0.0,
+        "reward": 0.0,
+    }
+    fields |= {"prompt_token_ids": np.array([5], np.int32), "mask": np.ones(2, bool), "version": np.zeros(2, np.int32)}
+    rows = [
+        row_of(number=i, token_ids=np.array(answer, np.int32), logp=old_BT[i].numpy(), **fields)
+        for i, answer in enumerate(answers)
+    ]
+    teacher = TeacherConfig(path="larger", kl_discount=discount)
+    keys = {"importance_sampling": "token", "loss_agg_mode": "seq-mean-token-sum"}
+    targets = Objective(AlgorithmConfig.model_validate(keys), teacher).targets(
+        StepBatch.from_rows(rows), {OLD: old_BT, TEACHER: taught_BT}
+    )
+    probability_B = old_BT.sum(-1).exp()
+    ratio_BT = (logp_BT - old_BT).exp()
+    ours = torch.autograd.grad(
+        -(probability_B[:, None] * ratio_BT * targets.advantage_BT).sum(), logits, retain_graph=True
+    )
+    at_second_V = (p2_VV.exp() * (p2_VV - t2_VV)).sum(-1)
+    weight_V = p1_V.exp() if discount else p1_V.exp().detach()
+    whole = (p1_V.exp() * (p1_V - t1_V)).sum() + (weight_V * at_second_V).sum()
+    torch.testing.assert_close(ours, torch.autograd.grad(whole, logits), rtol=1e-5, atol=1e-7)
+
+
 def objective_of(algorithm: AlgorithmConfig) -> Objective:
     return Objective(algorithm, TeacherConfig())
 
@@ -183,32 +250,37 @@ def branch_numbers(batch: StepBatch) -> Any:
     return np.array([(places >= row.branch_starts[0]) if len(row.branch_starts) else 0 * places for row in batch.rows])
 
 
+def turn_numbers(batch: StepBatch) -> Any:
+    """[B, T]: the turn of each token: one more behind every token that is not the policy's, and in a new branch."""
+    num_before = np.cumsum([[not it for it in mask] for mask in batch.mask_BT.tolist()], axis=1)
+    return 2 * num_before + branch_numbers(batch)
+
+
 def by_the_formulas(
     algorithm: AlgorithmConfig, batch: StepBatch, logp: Any, old: Any, ref: Any
 ) -> tuple[float, Any, Any]:
     """Loss, gradient in logp, and the mask after the correction."""
     kept, mask = batch.mask_BT.numpy().copy(), batch.mask_BT.numpy()
-    weight = np.ones(kept.shape)
+    weight, (least, most) = np.ones(kept.shape), algorithm.behavior_bounds or (0.0, np.inf)
     if algorithm.behavior_correction != "none" and algorithm.old_logprobs == "inference":
         present = behavior_weight(logp, old, mask, algorithm.behavior_level)
-        weight = ((present >= algorithm.behavior_low) & (present <= algorithm.behavior_high)).astype(float)
+        weight = ((present >= least) & (present <= most)).astype(float)
         assert 0 < weight[kept].mean() < 1, "nothing or everything is masked: the case shows nothing"
     elif algorithm.behavior_correction != "none":
         weight = behavior_weight(old, batch.behavior_BT.double().numpy(), mask, algorithm.behavior_level)
-        inside = (weight >= algorithm.behavior_low) & (weight <= algorithm.behavior_high)
+        inside = (weight >= least) & (weight <= most)
         if algorithm.behavior_correction == "mask":
             assert (kept & ~inside).any(), "nothing is masked: the case shows nothing"
             kept &= inside
         else:
-            assert (weight[mask] < algorithm.behavior_low).any() and (weight[mask] > algorithm.behavior_high).any()
-            low = algorithm.behavior_low if algorithm.behavior_level == "product" else 0.0
-            weight = np.clip(weight, low, algorithm.behavior_high)
+            assert (weight[mask] < 0.9).any() and (weight[mask] > most).any()
+            weight = np.clip(weight, least, most)
     penalty = algorithm.kl_coef * kl(old, ref, "k1") if algorithm.add_token_level_kl else np.zeros(kept.shape)
     row_advantages = np.array([row.advantage for row in batch.rows])
     advantage = advantages(
         row_advantages, kept, penalty, algorithm.gamma, algorithm.whiten_advantages, algorithm.advantage_clip
     )
-    turns = [row.num_turns for row in batch.rows]
+    turns, turn = [row.num_turns for row in batch.rows], turn_numbers(batch)
     low, high = algorithm.clip
     loss, gradient = loss_and_gradient(
         logp,
@@ -225,9 +297,10 @@ def by_the_formulas(
         algorithm.pg_clip_reference_length,
         branch_numbers(batch) if algorithm.ratio_of == "branch" else None,
         turns=turns,
+        turn=turn,
     )
     if algorithm.use_kl_loss:
-        d, each = ref - logp, token_weights(kept, algorithm.loss_agg_mode, RESPONSE_LENGTH, turns=turns)
+        d, each = ref - logp, token_weights(kept, algorithm.loss_agg_mode, RESPONSE_LENGTH, turns=turns, turn=turn)
         slope = {"k1": np.ones(d.shape), "k2": -d, "k3": 1 - np.exp(d)}[algorithm.kl_kind]
         loss += float((algorithm.kl_loss_coef * kl(logp, ref, algorithm.kl_kind) * each)[kept].sum())
         gradient = gradient + algorithm.kl_loss_coef * slope * each

@@ -353,6 +353,17 @@ def test_what_may_change_on_resume_takes_effect_on_resume(
     assert_same_weights(resumed, plain.model.state_dict())
 
 
+def test_the_moments_and_the_epsilon_of_adam_are_the_configurations(folder: Path) -> None:
+    keys = {"adam_betas": [0.5, 0.8], "adam_eps": 0.1, "max_grad_norm": 0.5}
+    trainer = Trainer(make_config(folder, algorithm=GSPO, learner={"learning_rate": 1e-3, **keys}), folder)
+    train(trainer, 1, make_rows(folder))
+    plain = PlainLoop(folder, max_grad_norm=0.5)
+    for group in plain.optimizer.param_groups:
+        group |= {"betas": (0.5, 0.8), "eps": 0.1}
+    plain.train(make_rows(folder))
+    assert_same_weights(trainer, plain.model.state_dict())
+
+
 def test_a_rank_syncs_no_file_that_another_one_has_begun(folder: Path, tmp_path: Path) -> None:
     """safetensors renames a file once it is written: between a listing and the sync its name may go."""
     (tmp_path / ".tmpOfAnother").symlink_to(tmp_path / "gone")
