@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
@@ -248,24 +247,6 @@ def test_the_recipe_makes_prompts_and_right_answers(tmp_path: Path, monkeypatch:
     assert rows[0]["prompt"][0]["content"].startswith("How many?\nReason step by step")
     assert [compute_score(r"So \boxed{72}.", row["answer"]) for row in rows] == [1.0, 0.0]
     assert compute_score(r"\boxed{1600.0}", rows[1]["answer"]) == 1.0
-
-
-def _folder_of(package: str) -> Path:
-    spec = find_spec(package)
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def test_keys_of_trl_are_those_of_the_installed_version() -> None:
-    """By its source: to import it takes long, and its arguments are plain annotations."""
-    sources = [_folder_of("trl") / "trainer" / "grpo_config.py", _folder_of("transformers") / "training_args.py"]
-    known = {name for source in sources for name in re.findall(r"^    (\w+): ", source.read_text(), re.MULTILINE)}
-    # Arguments of the trainer, columns, and values.
-    known |= {"model", "train_dataset", "eval_dataset", "reward_funcs", "peft_config", "prompt"}
-    cells = [line.split("|")[2] for line in (ROOT / "docs/migration.md").read_text().splitlines() if line[:3] == "| `"]
-    named = {name.partition(":")[0] for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    assert len(named) > 30
-    assert named <= known
 
 
 def test_the_columns_of_the_step_log_are_explained_in_their_order() -> None:
