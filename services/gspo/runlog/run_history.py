@@ -144,6 +144,12 @@ class RunHistory:
         return {name: records for name, records in by_file.items() if records}
 
     @property
+    def headline_name(self) -> str:
+        """The name of the first held-out file: the configuration's, or that of the file; empty if neither is known."""
+        files = self.config.evaluation.files if self.config else {}
+        return next((name or path.name for name, path in files.items()), "")
+
+    @property
     def headline(self) -> list[EvaluationRecord]:
         """The evaluations of the first held-out file."""
         return next(iter(self.by_file.values()), [])

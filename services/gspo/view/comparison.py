@@ -16,6 +16,9 @@ MAX_RUNS = len(COLOURS)
 _NUM_PROMPTS, _NUM_ANSWERS = 5, 2
 # Beside the first line of each curve: the results that can be compared best.
 _HELD_OUT = "sampled_mean"
+_SINGLE_FILE, _HELD_OUT_QUESTION = "held_out", "Is it better on held-out prompts ({})?"
+# Figures of lines that say different things: the first of them does not stand for the others.
+_APART = ("source_", "pass_at_")
 
 
 def compared_curves(runs: Sequence[ViewedRun]) -> list[Curve]:
@@ -30,26 +33,49 @@ def compared_curves(runs: Sequence[ViewedRun]) -> list[Curve]:
             if name in curves
         ]
         lines = [replace(curve.lines[0], label=run.name, colour=colour, style="solid") for run, curve, colour in having]
-        compared.append(replace(having[0][1], lines=lines))
+        curve = having[0][1]
+        if name == _SINGLE_FILE:
+            curve = replace(curve, question=_HELD_OUT_QUESTION.format(_names_of_single([run for run, *_ in having])))
+        compared.append(replace(curve, lines=lines))
     return captioned(compared)
 
 
 def _split(curves: Sequence[Curve]) -> Iterator[Curve]:
     """Each curve with one line: its first figure of the steps, or the sum of stacked ones.
 
-    Before the curve of rewards comes one of the results on each held-out file.
+    Before the curve of rewards comes one of the results on each held-out file. Lines of sources and of pass@k have a
+    curve each.
     """
     for curve in curves:
         for line in curve.lines:
             if line.figure == _HELD_OUT:
-                of_file = f" ({line.file})" if line.file else ""
-                question = f"Is it better on held-out prompts{of_file}?"
-                yield replace(curve, name=f"held_out{of_file}", question=question, lines=[line])
+                name = f"{_SINGLE_FILE} ({line.file})" if line.file else _SINGLE_FILE
+                yield replace(curve, name=name, question=_HELD_OUT_QUESTION.format(line.file), lines=[line])
+        apart: dict[str, Line] = {}
+        for line in curve.lines:  # the first of a figure; its running mean may follow
+            if line.figure.startswith(_APART):
+                apart.setdefault(line.figure, line)
+        if apart:
+            for line in apart.values():
+                yield replace(_named(curve, line.label), name=f"{curve.name} ({line.figure})", lines=[line])
+            continue
         if stacked := [line for line in curve.lines if line.style == "stacked"]:
             yield replace(curve, lines=[_sum(stacked)])
             continue
         of_steps = [line for line in curve.lines if line.style in ("solid", "faint")]
         yield replace(curve, lines=(of_steps or curve.lines)[:1])
+
+
+def _named(curve: Curve, line: str) -> Curve:
+    """The curve under the name of its only line: the k of pass@k at the axis, the source in the question."""
+    if line.startswith("pass@"):
+        return replace(curve, axis=replace(curve.axis, label=f"{curve.axis.label}, {line}"))
+    return replace(curve, question=f"{curve.question} ({line})")
+
+
+def _names_of_single(runs: Sequence[ViewedRun]) -> str:
+    """The name of the single held-out file of these runs: the configuration has none, and each may have another."""
+    return " and ".join(dict.fromkeys(run.headline_name or "a single file" for run in runs))
 
 
 def _sum(lines: Sequence[Line]) -> Line:
@@ -61,19 +87,20 @@ def _sum(lines: Sequence[Line]) -> Line:
 
 
 def compared_results(runs: Sequence[ViewedRun]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """For each held-out file of any run: (run, last result with its error, difference to the first run) of each run."""
+    """For each held-out file of any run, under its name: (run, last result with its error, difference to the first)."""
     by_run = [run.held_out() for run in runs]
     tables = []
     for file in dict.fromkeys(file for of_run in by_run for file in of_run):
-        having = [(run.name, *of_run[file]) for run, of_run in zip(runs, by_run, strict=True) if file in of_run]
+        having = [(run, *of_run[file]) for run, of_run in zip(runs, by_run, strict=True) if file in of_run]
         _, first, prompts = having[0]
+        heading = file or _names_of_single([run for run, *_ in having])
         rows = []
-        for name, record, own_prompts in having:
+        for run, record, own_prompts in having:
             change = difference(first.figures, record.figures) if record is not first else None
             words = stated_change(change) if change else ""
             words = words if own_prompts == prompts else "other prompts, or not known to be the same"
-            rows.append((name, f"{record.line} at version {record.version}", words))
-        tables.append((file, rows))
+            rows.append((run.name, f"{record.line} at version {record.version}", words))
+        tables.append((heading, rows))
     return tables
 
 

@@ -116,13 +116,15 @@ def test_findings_link_the_first_and_the_last_step_of_each(config: Config, tmp_p
         train(run, 1, 10, clipped_sequences=0.1)
         assert "No rule on learning had a finding" in client.get("/").text
         train(run, 11, 22, noise_share=0.4, clipped_sequences=0.5)
-        train(run, 23, 23, noise_share=0.0, clipped_sequences=0.5)
+        # The finding is of the newest five measurements: it begins with the third that is high.
+        train(run, 23, 25, noise_share=0.0, clipped_sequences=0.5)
     text = " ".join(client.get("/").text.split())
     findings = text[text.index('id="findings"') : text.index("</section>", text.index('id="findings"'))]
     noise, clip = (next(item for item in findings.split("<p>") if words in item) for words in ("alone", "lost"))
     assert (
-        'First at <a href="/rollouts?step=11">step 11</a>, last at <a href="/rollouts?step=22">step 22</a>, 12' in noise
+        'First at <a href="/rollouts?step=13">step 13</a>, last at <a href="/rollouts?step=24">step 24</a>, 12' in noise
     )
+    assert ' steps in all. <a href="/rollouts?step=24">Rollouts</a>' in noise
     assert "generation.dtype" in noise or "old_logprobs: recompute" in noise, "each has its fix"
     assert 'First at <a href="/rollouts?step=20">step 20</a>' in clip, "the tenth such step"
     assert client.get("/rollouts?step=20").status_code == 200
@@ -201,13 +203,14 @@ async def test_the_stream_tells_of_new_steps_and_does_not_hold_the_server(run_di
             await serving
 
 
-def compared(config: Config, folder: Path, figures: dict[str, float], digest: str) -> ViewedRun:
-    """A run of ten steps with a held-out file of this digest."""
+def compared(config: Config, folder: Path, figures: dict[str, float], digest: str, **of_steps: float) -> ViewedRun:
+    """A run of ten steps with these figures, and with a held-out file of this digest."""
     evaluation = config.evaluation.model_copy(update={"prompts": Path("e.jsonl")})
     folder.mkdir()
     write_config(config.model_copy(update={"evaluation": evaluation}), folder / CONFIG_NAME)
     with RunDir(folder) as run:
-        train(run, 1, 10)
+        evaluate(run, 0, 0.6, "")
+        train(run, 1, 10, **of_steps)
         evaluate(run, 10, 0.6, "", **figures)
     record = {"unix_s": 0.0, "step": 0, "digests": {"evaluation.prompts": {"e.jsonl": digest}}, "changes": []}
     (folder / "data_files.jsonl").write_text(json.dumps(record) + "\n")
@@ -227,8 +230,19 @@ def test_captions_of_a_comparison_speak_of_drawn_lines_alone(config: Config, tmp
     (held_out,) = (curve for curve in compared_curves([first, other]) if curve.name == "held_out")
     assert "all are of the same prompts" not in held_out.reading
     assert "those of another line need not be" in held_out.reading
+    assert held_out.question == "Is it better on held-out prompts (e.jsonl)?"
     of_report = {curve.name: curve.reading for curve in first.curves()}
     assert "Outside the dashed lines" in of_report["log_ratio"] and "in the bars" in of_report["clip"]
+
+
+def test_a_comparison_has_a_curve_of_each_source_and_of_each_k(config: Config, tmp_path: Path) -> None:
+    sources = {f"source_{name}/reward_mean": 0.5 for name in ("sums", "words")}
+    runs = [compared(config, tmp_path / name, {}, "a" * 64, **sources) for name in ("first", "second")]
+    curves = compared_curves(runs)
+    questions = [curve.question for curve in curves if curve.question.startswith("Which task gets better?")]
+    assert questions == ["Which task gets better? (sums)", "Which task gets better? (words)"]
+    assert [curve.axis.label for curve in curves if "pass@4" in curve.axis.label] == ["share of prompts, pass@4"]
+    assert all([line.label for line in curve.lines] == ["first", "second"] for curve in curves)
 
 
 def test_a_comparison_has_differences_with_errors_of_the_same_prompts_alone(config: Config, tmp_path: Path) -> None:
@@ -239,7 +253,7 @@ def test_a_comparison_has_differences_with_errors_of_the_same_prompts_alone(conf
         compared(config, tmp_path / "other", {"sampled_mean": 0.9}, "b" * 64),
     ]
     ((file, rows),) = compared_results(runs)
-    assert (file, [name for name, _, _ in rows]) == ("", ["first", "near", "far", "other"])
+    assert (file, [name for name, _, _ in rows]) == ("e.jsonl", ["first", "near", "far", "other"])
     assert rows[0][1] == "sampled 0.600 ± 0.030, greedy 0.700 ± 0.040, pass@4 0.725 at version 10"
     assert [change for _, _, change in rows] == [
         "",

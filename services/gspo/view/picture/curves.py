@@ -139,9 +139,11 @@ def _on_prompts(lines: Sequence[Line]) -> Iterator[str]:
     of_lines = [line.prompts for line in lines if line.prompts]
     if not of_lines:
         return
+    are_alike = len(set(of_lines)) == 1
     if max(map(len, of_lines)) > 1:
-        yield "Some points of a line are of its first held-out prompts alone (evaluation.limit_between)."
-    elif len(set(of_lines)) == 1:
+        others = "" if are_alike else "; those of another line need not be the same"
+        yield f"Some points of a line are of its first held-out prompts alone (evaluation.limit_between){others}."
+    elif are_alike:
         yield "The held-out points can be compared: all are of the same prompts."
     else:
         yield "The points of a line are of the same held-out prompts; those of another line need not be."

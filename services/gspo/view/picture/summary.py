@@ -104,14 +104,8 @@ def _held_out(history: RunHistory) -> dict[str, dict[str, Any]]:
             "before": {"version": first.version, **first.figures},
             "after": {"version": last.version, **last.figures},
         }
-        by_file[name or _file_name(history)] = figures if len(records) > 1 else {**figures, "after": None}
+        by_file[name or history.headline_name] = figures if len(records) > 1 else {**figures, "after": None}
     return by_file
-
-
-def _file_name(history: RunHistory) -> str:
-    """The name of the first held-out file: the configuration's, or that of the file; empty if neither is known."""
-    files = history.config.evaluation.files if history.config else {}
-    return next((name or path.name for name, path in files.items()), "")
 
 
 def _accuracies(history: RunHistory) -> dict[str, Any]:
@@ -129,7 +123,7 @@ def _accuracies(history: RunHistory) -> dict[str, Any]:
         ):
             means[name] = figures.get(figure)
         means[f"accuracy_{when}_version"] = record.version if record else None
-    return means | {"accuracy_file": _file_name(history) if records else None}
+    return means | {"accuracy_file": history.headline_name if records else None}
 
 
 def _rollouts(history: RunHistory) -> dict[str, int]:

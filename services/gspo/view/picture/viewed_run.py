@@ -90,6 +90,11 @@ class ViewedRun:
         last = {file: records[-1] for file, records in history.by_file.items()}
         return {file: (record, history.held_out_prompts(record)) for file, record in last.items()}
 
+    @property
+    def headline_name(self) -> str:
+        """The name of the first held-out file, also where the configuration has none for it."""
+        return self._history().headline_name
+
     def keys(self) -> dict[str, str]:
         """Every key of the configuration with its value as text; empty if it cannot be read."""
         return config_keys(self._history().config)
