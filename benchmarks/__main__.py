@@ -24,6 +24,7 @@ from benchmarks.engine.draft_rates import DRAFTS
 from benchmarks.engine.token_rate import ENGINE
 from benchmarks.gateway.overhead import GATEWAY
 from benchmarks.harness.child_process import MeasurementError
+from benchmarks.harness.other_work import OtherWork
 from benchmarks.harness.page import write_page
 from benchmarks.harness.section import Effort, PageSection, Record, load_results, save_results
 from benchmarks.learner.logprobs import LOGPROBS
@@ -94,7 +95,13 @@ def _measure(sections: list[PageSection], results: Path, effort: Effort) -> None
                 progress.update(bar, description=name)
                 began = time.monotonic()
                 try:
-                    record = case.measure(*case.arguments)
+                    with OtherWork() as others:
+                        record = case.measure(*case.arguments)
+                    if others.share > _BUSY_SHARE and not effort.quick:
+                        raise MeasurementError(
+                            f"it was disturbed, and has no number: other processes took {others.share:.0%} of the "
+                            "machine's processors meanwhile. Measure it again without them"
+                        )
                 except (MeasurementError, RunError, TimeoutError) as error:
                     console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
                     raise typer.Exit(1) from error
@@ -106,10 +113,11 @@ def _measure(sections: list[PageSection], results: Path, effort: Effort) -> None
 
 
 def _warn_if_busy() -> None:
-    """Warn of other work on the machine, which makes the numbers worth little."""
+    """Warn of other work on the machine before it takes the time of a measurement."""
     busy = psutil.cpu_percent(interval=1.0) / 100
     if busy > _BUSY_SHARE:
-        console.print(f"the machine is {busy:.0%} busy with other things: the numbers will show that", style="yellow")
+        text = f"the machine is {busy:.0%} busy with other things, and disturbed measurements give no numbers"
+        console.print(text, style="yellow")
 
 
 @app.command()

@@ -139,6 +139,7 @@ async def _run(config: Config, steps: int) -> Record:
     samples: list[dict[str, float]] = []
     records: list[dict[str, Any]] = []
     used_s: dict[str, float] = {}
+    warm_pids: dict[str, int] = {}
     first, last_change = 0, time.monotonic() + _START_S
     async with running_services(config, *SERVICES, change=simulated) as services:
         while len(records) < steps:
@@ -151,7 +152,10 @@ async def _run(config: Config, steps: int) -> Record:
                 raise MeasurementError(f"no step for {_STEP_S:g} s after {len(records)} of {steps}")
             pids = {name: child.pid for name, child in services.supervisor.children.items() if child.pid is not None}
             if len(records) >= WARM_STEPS and not first:
-                first, used_s = len(records), {name: processor_s(pid) for name, pid in pids.items()}
+                first, warm_pids = len(records), pids
+                used_s = {name: processor_s(pid) for name, pid in pids.items()}
+            if restarted := [name for name, pid in warm_pids.items() if pids.get(name) != pid]:
+                raise MeasurementError(f"{', '.join(restarted)} ended meanwhile: it was disturbed, and has no number")
             mib = {name: sum(p.memory_info().rss for p in process_tree(pid)) / 2**20 for name, pid in pids.items()}
             samples.append({"unix_s": time.time(), "steps": len(records), **mib})
         used_s = {name: processor_s(pid) - used_s[name] for name, pid in pids.items() if name in used_s}

@@ -76,7 +76,7 @@ FAULTS = {
     "rewards_fail": PlantedFault(
         ("rollouts_fail",), {"reward": {"max_failure_share": 1.0}}, reward=_REWARD.format(_FAILS)
     ),
-    "healthy": PlantedFault((), steps=60),
+    "healthy": PlantedFault((), steps=150),
 }
 
 
