@@ -87,10 +87,10 @@ proto: setup ## Generate the contract's Python code
 
 lock: setup ## Resolve the dependencies anew
 	$(COMPILE) pyproject.toml -o deploy/requirements.lock
-	$(COMPILE) pyproject.toml --extra cpu --extra tensorboard --extra wandb --extra dev --overrides deploy/overrides.txt \
-	  --no-emit-package torch -o deploy/requirements-cpu.lock
+	$(COMPILE) pyproject.toml --extra cpu --extra ray --extra tensorboard --extra wandb --extra dev \
+	  --overrides deploy/overrides.txt --no-emit-package torch -o deploy/requirements-cpu.lock
 	$(BIN)/uv pip compile -q --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header \
-	  --resolution lowest-direct pyproject.toml --extra cpu --extra tensorboard --extra wandb --extra dev \
+	  --resolution lowest-direct pyproject.toml --extra cpu --extra ray --extra tensorboard --extra wandb --extra dev \
 	  --overrides deploy/overrides.txt --no-emit-package torch -o deploy/requirements-lowest.lock
 	$(COMPILE) pyproject.toml --extra cpu --extra tensorboard --extra wandb --overrides deploy/overrides.txt \
 	  --no-emit-package torch --no-emit-package triton -c deploy/requirements-cpu.lock -o deploy/docker/engine.lock

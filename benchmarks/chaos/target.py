@@ -33,8 +33,9 @@ from benchmarks.chaos.workloads import SIMULATED, Workload
 from benchmarks.harness.child_process import process_tree
 from benchmarks.harness.workload import write_merged
 from benchmarks.simulated.settings import Settings
+from gspo.cli.processes.child import Program
 from gspo.cli.processes.redis_server import free_port, redis_command, write_password
-from gspo.cli.processes.supervisor import ProcessSupervisor, Program
+from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.common.config.loading import read_config
 from gspo.common.streams.entries import entry_kinds, read_entry
 from gspo.common.streams.instances import list_instances

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 
 from benchmarks.harness.child_process import MeasurementError
+from gspo.cli.processes.child import Program
 from gspo.cli.processes.programs import Job, service_programs
 from gspo.cli.processes.redis_server import start_redis
-from gspo.cli.processes.supervisor import ProcessSupervisor, Program
+from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.common.config.loading import CONFIG_NAME, write_config
 from gspo.common.config.schema import Config
 from gspo.common.streams.inbox import create_consumer_groups

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, InterruptedRunError
 from gspo.cli.processes.programs import Job, service_programs
-from gspo.cli.processes.supervisor import Program
 from gspo.cli.run.training import run
 
 MODULES = {f"gspo.{name}": f"benchmarks.simulated.{name}" for name in ("generation", "learner")}

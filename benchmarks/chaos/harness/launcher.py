@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, replace
 
 from benchmarks.simulated.run import main, simulated
-from gspo.cli.processes.supervisor import Program
+from gspo.cli.processes.child import Program
 
 PLACES, IS_SIMULATED = "GSPO_CHAOS_PLACES", "GSPO_CHAOS_SIMULATED"
 _WRAPPER = "benchmarks.chaos.harness.faulty_service"

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.simulated.run import main
-from gspo.cli.processes.supervisor import Program
+from gspo.cli.processes.child import Program
 
 MODULE, VARIABLE = "examples.experiments.long.noisy_run", "GSPO_NOISE_SIGMA"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from gspo.cli.__main__ import main
 from gspo.cli.processes import preflight, programs
-from gspo.cli.processes.supervisor import Program
+from gspo.cli.processes.child import Program
 from gspo.cli.run import session, training
 
 FAKE = str(Path(__file__).parent / "fake_service.py")

@@ -36,7 +36,7 @@ class Gspo:
         """Write the configuration, with these keys on top."""
         values: dict[str, dict[str, object]] = {"run": {"total_steps": 3}, "learner": {}, "services": {}}
         for section, keys in sections.items():
-            values[section] |= keys
+            values[section] = values.get(section, {}) | keys
         fixed = {"name": "small", "model": {"path": "."}, "data": {"prompts": "p.jsonl"}}
         reward = {"reward": {"functions": [{"path": "r.py"}]}}
         (self.folder / "config.yaml").write_text(yaml.safe_dump({**fixed, **reward, **values}))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulated.run import main, simulated
-from gspo.cli.processes.supervisor import Program
+from gspo.cli.processes.child import Program
 
 SILENT, LIMIT_S = "GSPO_SILENT", "GSPO_STALL_LIMIT_S"
 

@@ -22,6 +22,8 @@ from gspo.common.host.module_command import SUPERVISOR_VARIABLE, module_command
 
 # A process may fork while the others are killed, so the guard looks again.
 _ROUNDS, _ROUND_S = 50, 0.1
+# A shell gives a program in the background no input of its own accord.
+_AS_ORPHAN = ("sh", "-c", 'exec 3<&0; "$@" <&3 &', "sh")
 
 
 def processes_of(supervisor_id: str, sessions: Collection[int] = ()) -> list[psutil.Process]:
@@ -49,11 +51,16 @@ def kill_processes_of(supervisor_id: str, sessions: Collection[int] = ()) -> Non
         time.sleep(_ROUND_S)
 
 
-def start_guard(supervisor_id: str) -> subprocess.Popen[str]:
-    """Start the guard of this process; when its standard input closes, it kills and ends."""
+def start_guard(supervisor_id: str, *, as_orphan: bool = False) -> subprocess.Popen[str]:
+    """Start the guard of this process; when its standard input closes, it kills and ends.
+
+    Args:
+        as_orphan: Make it no child of this process: it survives if this process is killed with its children. The
+            returned process has only its input.
+    """
     environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
     return subprocess.Popen(
-        [*module_command("gspo.cli.processes.guard"), supervisor_id],
+        [*(_AS_ORPHAN if as_orphan else ()), *module_command("gspo.cli.processes.guard"), supervisor_id],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

@@ -1,29 +1,28 @@
-"""Where the processes of a run start when that is not one machine: the interface of a cluster's scheduler."""
+"""Where the processes of a run start when that is not one machine: the interface of a cluster."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from gspo.cli.processes.child import Program
 
 
 class Nodes(Protocol):
     """The nodes of a run, with the processes of its engines on them."""
 
-    def table(self) -> str:
+    async def table(self) -> str:
         """A line for each process on each of its nodes."""
         ...
 
-    def launcher(self, process: str) -> tuple[str, ...]:
-        """The words that start a command as this process, on its nodes; none for a process of this machine."""
+    def placed(self, program: Program) -> Program:
+        """The program as it starts on its nodes; one of this machine stays as it is."""
         ...
 
-    def check_launcher(self, process: str) -> tuple[str, ...]:
-        """The words that start the check of this process, once."""
-        ...
-
-    async def loss(self, process: str) -> str:
-        """Why a process that has died cannot start again on its nodes; an empty text where it can.
+    async def check(self, process: str, command: tuple[str, ...]) -> tuple[int, str] | None:
+        """Exit code and output of the check of a process on its node; None for a process of this machine.
 
         Raises:
-            NodeLostError: It cannot, and the run cannot go on without it.
+            RunError: There is no answer in time.
         """
         ...

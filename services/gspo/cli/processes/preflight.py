@@ -138,10 +138,10 @@ class Preflight:
         Args:
             variables: Environment variables beside those of this process.
         """
-        name = f"{service}-0"
-        launcher = self._nodes.check_launcher(name) if self._nodes else ()
-        command = (*launcher, *check_command(service, config_file))
-        if self._run_dir is not None and not launcher:
+        name, command = f"{service}-0", check_command(service, config_file)
+        if self._nodes and (verdict := await self._nodes.check(name, command)) is not None:
+            return verdict
+        if self._run_dir is not None:
             # The process keeps this command line as the service, so name and run directory identify it.
             command += ("--wait", "--name", name, "--run-dir", str(self._run_dir))
         environment = {**os.environ, **variables, SUPERVISOR_VARIABLE: self.supervisor_id}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
+from gspo.cli.processes.child import Program
 from gspo.cli.processes.nodes import Nodes
 from gspo.cli.processes.placement import NO_GPUS, Placement
 from gspo.cli.processes.preflight import Preflight
-from gspo.cli.processes.supervisor import Program
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.module_command import module_command
@@ -110,8 +109,7 @@ def service_programs(job: Job, redis_url: str) -> list[Program]:
         service = name.rpartition("-")[0]
         if service == LEARNER and job.has_external_learner:
             continue
-        launcher = job.nodes.launcher(name) if job.nodes else ()
-        command = [*launcher, *module_command(f"gspo.{service}")]
+        command = [*module_command(f"gspo.{service}")]
         command += ["--run-dir", str(job.run_dir), "--redis-url", redis_url]
         command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
         command += job.coordinator_options if service == COORDINATOR else ()
@@ -119,10 +117,9 @@ def service_programs(job: Job, redis_url: str) -> list[Program]:
         program = Program(
             name, tuple(command), environment=job.placement.environment(name), preflight=job.preflight.take(name)
         )
-        if job.nodes and launcher:
-            program = replace(program, loss=partial(job.nodes.loss, name))
         resume = {"command": (*command, "--resume")} if job.resume else {"restart_options": ("--resume",)}
-        programs.append(replace(program, **resume))
+        program = replace(program, **resume)
+        programs.append(job.nodes.placed(program) if job.nodes else program)
     return programs
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import RunError
-from gspo.cli.processes.supervisor import ProcessSupervisor, Program
+from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.model.memory_needs import check_fits, redis_bytes

@@ -8,22 +8,16 @@ One that asks for its start (exit code 4) does not count as dead.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import signal
 import subprocess
 import time
 import uuid
-from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError, describe_exit
-from gspo.cli.processes.guard import kill_processes_of, start_guard
-from gspo.cli.processes.preflight import PreflightProcess
+from gspo.cli.processes.child import Child, LocalChild, Program
+from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError
+from gspo.cli.processes.guard import start_guard
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_START_AGAIN
 from gspo.common.host.module_command import SUPERVISOR_VARIABLE
 from gspo.common.service.failure import ProcessFailure
@@ -37,106 +31,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _TERMINATE_S, _KILL_S, _SWEEP_S = 15.0, 5.0, 10.0
 # A longer shutdown is announced, because nothing else changes on the screen meanwhile.
 _QUIET_S = 2.0
-# As long as the last tracebacks of several ranks.
-_TAIL_BYTES, _TAIL_LINES = 262_144, 8
-
-
-@dataclass(frozen=True)
-class Program:
-    """A program of a run.
-
-    Attributes:
-        restart_options: Added to the command when it is started again after a death.
-        environment: Variables beside those of the supervisor, at every start.
-        preflight: A process that has checked the configuration and becomes its first one; None starts a new one.
-        ended: Called after a death, when the process and its children have ended.
-        loss: Asked after a death: why the program cannot start again, while the others go on; empty where it can.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    restart_options: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    preflight: PreflightProcess | None = None
-    ended: Callable[[], Awaitable[None]] | None = None
-    loss: Callable[[], Awaitable[str]] | None = None
-
-
-class Child:
-    """A program with at most one process at a time.
-
-    Args:
-        log_dir: Its standard output and error are appended to NAME.log there.
-        environment: The whole environment of the process.
-    """
-
-    def __init__(self, program: Program, log_dir: Path, environment: dict[str, str]) -> None:
-        self.program, self.name, self.log = program, program.name, log_dir / f"{program.name}.log"
-        self._environment = environment
-        self._process: Process | None = None
-        self._log_start = 0
-        self.started = 0.0
-
-    @property
-    def pid(self) -> int | None:
-        """The id of the running process; None if there is none."""
-        return self._process.pid if self._process and self._process.returncode is None else None
-
-    async def start(self, *, is_restart: bool) -> int:
-        """Start the process; returns the id of its session."""
-        preflight = None if is_restart else self.program.preflight
-        command = self.program.command + (self.program.restart_options if is_restart else ())
-        with self.log.open("ab") as log:
-            self._log_start = log.tell()
-            process = preflight.become_service(command, self.log) if preflight else None
-            self._process = process or await asyncio.create_subprocess_exec(
-                *command, stdin=DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
-            )
-        self.started = time.monotonic()
-        return self._process.pid
-
-    async def wait(self) -> int:
-        """Wait for its end; returns the exit code, negative for a signal."""
-        return await self._process.wait() if self._process else 0
-
-    def signal(self, number: signal.Signals, *, with_children: bool) -> None:
-        """Signal the process, unless it has ended; one that drains ends its own children."""
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                (os.killpg if with_children else os.kill)(self.pid, number)
-
-    def last_words(self) -> str:
-        """The reason of its end, from its log since its start: the last logged reason, else the last lines."""
-        lines = self._last_lines()
-        for line in _in_json(reversed(lines)):
-            if reason := line.get("reason"):
-                return str(reason)
-        return "\n".join(lines[-_TAIL_LINES:]) or "it said nothing"
-
-    def failure(self) -> ProcessFailure | None:
-        """The error that ended it, from its log since its start; None where that has none, as after SIGKILL.
-
-        Of several ranks it is the first error; the others often end for want of that rank.
-        """
-        failures = []
-        for line in _in_json(self._last_lines()):
-            with contextlib.suppress(KeyError, TypeError):
-                failures.append(ProcessFailure.from_log(line))
-        return next((failure for failure in failures if not failure.is_outside), next(iter(failures), None))
-
-    def _last_lines(self) -> list[str]:
-        with self.log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, size - _TAIL_BYTES))
-            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-
-
-def _in_json(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The lines of a service's own log."""
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            if isinstance(record := json.loads(line), dict):
-                yield record
 
 
 class ProcessSupervisor:
@@ -173,8 +67,9 @@ class ProcessSupervisor:
     def start(self, programs: Iterable[Program]) -> None:
         """Start programs and keep them alive from now on."""
         for program in programs:
-            environment = {**os.environ, **program.environment, SUPERVISOR_VARIABLE: self._supervisor_id}
-            child = self.children[program.name] = Child(program, self._log_dir, environment)
+            make_child = program.place or LocalChild
+            variables = {SUPERVISOR_VARIABLE: self._supervisor_id}
+            child = self.children[program.name] = make_child(program, self._log_dir, variables)
             self._keepers.add(asyncio.create_task(self._keep(child), name=program.name))
 
     async def watch(self) -> None:
@@ -215,12 +110,12 @@ class ProcessSupervisor:
         if await _gone(children, min(_QUIET_S, terminate_s)):
             return
         rest_s = max(0.0, terminate_s - _QUIET_S)
-        names = ", ".join(child.name for child in children if child.pid is not None)
+        names = ", ".join(child.name for child in children if child.is_running)
         self._say(f"waiting up to {rest_s:g} s for {names} to end")
         if await _gone(children, rest_s):
             return
         for child in children:
-            if child.pid is not None:
+            if child.is_running:
                 self._say(f"{child.name} did not end within {terminate_s:g} s of SIGTERM; killing it")
                 child.signal(signal.SIGKILL, with_children=True)
         await _gone(children, _KILL_S)
@@ -242,21 +137,20 @@ class ProcessSupervisor:
             except subprocess.TimeoutExpired:
                 self._say(f"the guard (process {guard.pid}) is still killing processes of the run")
 
-    def _notify_guard(self, session: int) -> None:
-        if self._guard and self._guard.stdin:
-            self._guard.stdin.write(f"{session}\n")
+    def _notify_guard(self, child: Child, sign: str = "") -> None:
+        if self._guard and self._guard.stdin and child.session is not None:
+            self._guard.stdin.write(f"{sign}{child.session}\n")
 
     async def _keep(self, child: Child) -> None:
         deaths, early, is_restart = 0, 0, False
         seen: set[ProcessFailure] = set()
         while not self._ending.is_set():
-            session = await child.start(is_restart=is_restart)
+            await child.start(is_restart=is_restart)
             is_restart = True
-            self._notify_guard(session)
+            self._notify_guard(child)
             code = await child.wait()
-            # A killed service may leave children behind, such as an engine with all its memory.
-            await asyncio.to_thread(kill_processes_of, "", (session,))
-            self._notify_guard(-session)
+            await child.end_rest()
+            self._notify_guard(child, "-")
             if self._ending.is_set():
                 return
             if child.program.ended:
@@ -304,14 +198,14 @@ class ProcessSupervisor:
         if deaths > self._max_restarts:
             times = "once" if deaths == 1 else f"{deaths} times"
             raise RunError(
-                f"{child.name} died {times} ({describe_exit(code)}; services.max_restarts is {self._max_restarts}). "
-                f"Its last words: {words}\nIts log: {child.log}",
+                f"{child.name} died {times} ({child.describe_end(code)}; services.max_restarts is "
+                f"{self._max_restarts}). Its last words: {words}\nIts log: {child.log}",
                 failure,
             )
         # The last lines of a process that was killed from outside are not about its end.
         why = "" if -code in (signal.SIGKILL, signal.SIGTERM) else f": {words}"
         self._say(
-            f"{child.name} died ({describe_exit(code)}){why}. Starting it again in {pause_s:g} s "
+            f"{child.name} died ({child.describe_end(code)}){why}. Starting it again in {pause_s:g} s "
             f"({deaths} of {self._max_restarts})"
         )
         await wait_until_set(self._ending, pause_s)
@@ -319,7 +213,7 @@ class ProcessSupervisor:
 
 async def _gone(children: list[Child], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while any(child.pid is not None for child in children):
+    while any(child.is_running for child in children):
         if time.monotonic() >= deadline:
             return False
         await asyncio.sleep(0.05)

@@ -22,10 +22,11 @@ from gspo.cli.monitor.page_call import page_line
 from gspo.cli.monitor.screens import LiveScreen, PlainScreen
 from gspo.cli.monitor.view import Kind, ScreenLine, ServiceProcess, View
 from gspo.cli.monitor.watcher import Watcher, watch_disk_space
+from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
 from gspo.cli.processes.programs import Job, external_learner_command, service_programs
 from gspo.cli.processes.redis_server import REDIS, start_redis
-from gspo.cli.processes.supervisor import ProcessSupervisor, Program
+from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.rundir.open_run import api_client, api_url
 from gspo.cli.rundir.start import SERVICES_DIR, write_supervisor_facts
 from gspo.common.config.schema import Config

@@ -167,7 +167,7 @@ async def _plan_and_check(
         return await show_plan(start.config, services, placement, console)
 
     if nodes:
-        console.print(nodes.table(), highlight=False)
+        console.print(await nodes.table(), highlight=False, soft_wrap=True)
         return await check()
     # On GPUs the model was counted for the defaults. On a CPU, services that have passed their checks import their
     # libraries while it is counted.

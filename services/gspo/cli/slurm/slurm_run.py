@@ -14,18 +14,22 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
+from gspo.cli.cluster.layout import LEARNER_PROCESS, Layout, lay_out
+from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import InterruptedRunError, NodeLostError, RunError
+from gspo.cli.processes.preflight import PreflightProcess
 from gspo.cli.processes.redis_server import write_secret
 from gspo.cli.run.training import run
 from gspo.cli.rundir.start import SERVICES_DIR, config_file_of, decide_start
 from gspo.cli.slurm.allocation import Allocation, nodes_of, remove_limits, requeue, step
 from gspo.cli.slurm.batch_watch import watching
-from gspo.cli.slurm.layout import LEARNER_PROCESS, Layout, lay_out
 from gspo.cli.slurm.survey import survey
 from gspo.cli.slurm.task import LAYOUT_NAME
 from gspo.common.config.loading import CONFIG_NAME, parse_config, read_config, write_config
@@ -49,22 +53,29 @@ class SlurmNodes:
         self._layout, self._folder = layout, folder
         self._lost: set[str] = set()
 
-    def table(self) -> str:
+    async def table(self) -> str:
         """A line for each process on each of its nodes."""
         return self._layout.table()
 
-    def launcher(self, process: str) -> tuple[str, ...]:
-        """The words that start a process of the engines as a step; none for another."""
-        if process not in self._layout.nodes:
-            return ()
-        tasks_a_node = self._layout.ranks_a_node if process == LEARNER_PROCESS else 1
-        return (*step(self._layout.nodes[process], tasks_a_node=tasks_a_node, name=process), *self._task(process))
+    def placed(self, program: Program) -> Program:
+        """A program of the engines as a step; any other as it is."""
+        if program.name not in self._layout.nodes:
+            return program
+        tasks_a_node = self._layout.ranks_a_node if program.name == LEARNER_PROCESS else 1
+        words = step(self._layout.nodes[program.name], tasks_a_node=tasks_a_node, name=program.name)
+        command = (*words, *self._task(program.name), *program.command)
+        return replace(program, command=command, loss=partial(self.loss, program.name))
 
-    def check_launcher(self, process: str) -> tuple[str, ...]:
-        """The words that start the check of a process, as one task on its first node."""
+    async def check(self, process: str, command: tuple[str, ...]) -> tuple[int, str] | None:
+        """The check of a process, as one task on its first node."""
         if process not in self._layout.nodes:
-            return ()
-        return (*step(self._layout.nodes[process][:1], name="check"), *self._task(process))
+            return None
+        words = (*step(self._layout.nodes[process][:1], name="check"), *self._task(process), *command)
+        checked = await PreflightProcess.start(process, words, os.environ)
+        try:
+            return await checked.verdict()
+        finally:
+            checked.end()
 
     def _task(self, process: str) -> tuple[str, ...]:
         return (*module_command("gspo.cli.slurm.task"), str(self._folder), process)

@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gspo.cli.cluster.layout import Node
 from gspo.cli.slurm.allocation import step
-from gspo.cli.slurm.layout import Node
 from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu, visible_gpus
 from gspo.common.host.module_command import module_command

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from gspo.cli.processes.child import LocalChild, Program
 from gspo.cli.processes.exit_codes import describe_exit
 from gspo.cli.processes.guard import kill_processes_of, processes_of, start_guard
-from gspo.cli.processes.supervisor import Child, Program
 from gspo.common.host.module_command import SUPERVISOR_VARIABLE
 
 
-async def ended(tmp_path: Path, code: str) -> Child:
+async def ended(tmp_path: Path, code: str) -> LocalChild:
     """A Python program that has ended."""
-    child = Child(Program("small-0", (sys.executable, "-c", code)), tmp_path, dict(os.environ))
+    child = LocalChild(Program("small-0", (sys.executable, "-c", code)), tmp_path, {})
     await child.start(is_restart=False)
     await child.wait()
     return child

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from gspo.cli.processes import supervisor as supervisor_module
+from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import RunError, ServiceRefusedError
 from gspo.cli.processes.guard import processes_of
-from gspo.cli.processes.supervisor import ProcessSupervisor, Program
+from gspo.cli.processes.supervisor import ProcessSupervisor
 
 
 async def pauses(tmp_path: Path, command: str) -> tuple[list[float], str]:
@@ -70,8 +71,8 @@ async def test_one_that_has_lost_its_node_ends_while_the_others_continue(tmp_pat
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(3):
                 await supervisor.watch()
-        assert supervisor.children["here"].pid is not None
-        assert supervisor.children["away"].pid is None
+        assert supervisor.children["here"].is_running
+        assert supervisor.children["away"].is_running is False
         assert supervisor.lost == {"away"}
     assert messages[0] == "away has ended: node n2 is lost. The run continues without it"
 

@@ -1,9 +1,8 @@
-"""Assigns the processes of a run to the nodes of a job, by pure functions.
+"""Assigns the processes of a run to the nodes of a cluster, by pure functions.
 
-The learner's ranks fill nodes from the batch node on, equally many on each. The loss of a node with ranks ends the
-session, as that of the batch node does. Generators take the free GPUs. A rank takes a GPU, or a whole node where no
-node has GPUs; there, generators take the nodes with the fewest processes. Under `placement: shared` generators take the
-GPUs of the ranks.
+The learner's ranks fill nodes from the first on, equally many on each. Generators take the free GPUs. A rank takes a
+GPU, or a whole node where no node has GPUs; there, generators take the nodes with the fewest processes. Under
+`placement: shared` generators take the GPUs of the ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ LEARNER_PROCESS = f"{LEARNER}-0"
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the allocation, and the GPUs that the job has there."""
+    """A node, and the GPUs that the run may have there."""
 
     name: str
     gpus: tuple[Gpu, ...] = ()
@@ -32,7 +31,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Layout:
-    """The nodes of every process of the engines; all other processes are on the batch node.
+    """The nodes of every process of the engines; all other processes are on the first node.
 
     Attributes:
         nodes: By process, such as "generation-0"; only the learner may have several.
@@ -80,17 +79,14 @@ class Layout:
 def lay_out(config: Config, nodes: Sequence[Node]) -> Layout:
     """Assign the learner and every generator to nodes, and to GPUs there.
 
-    Args:
-        nodes: The batch node first.
-
     Raises:
-        InputError: The allocation has too few nodes or GPUs, a node's GPUs cannot hold what they get, or a key does not
-            suit several nodes.
+    InputError: The cluster has too few nodes or GPUs, a node's GPUs cannot hold what they get, or a key does not
+        suit several nodes.
     """
     ranks = config.learner.ranks
     if ranks == 0:
         raise InputError(
-            "learner.ranks", "is 0, and under --slurm the run starts every rank", "Set it to the ranks on all nodes"
+            "learner.ranks", "is 0, and on a cluster the run starts every rank", "Set it to the ranks on all nodes"
         )
     on_gpus = any(node.gpus for node in nodes)
     idle = {node.name: len(node.gpus) if on_gpus else 1 for node in nodes}
@@ -123,9 +119,9 @@ def _learner_nodes(config: Config, free: Mapping[str, int], *, on_gpus: bool) ->
     raise InputError(
         "learner.ranks",
         f"{ranks} ranks, equally many on each node{f' in groups of {group}' if group > 1 else ''}, do not fit: "
-        f"the allocation has "
+        f"there are "
         f"{_counted(free) if on_gpus else len(free)} {unit}",
-        "Lower it, or submit with more: sbatch --nodes=N --gpus-per-node=G",
+        "Lower it, or take more nodes, or nodes with more GPUs",
     )
 
 
@@ -139,7 +135,7 @@ def _generator_node(config: Config, free: dict[str, int], *, on_gpus: bool) -> s
             f"{config.generation.replicas} generators of {needed} GPU(s), each on one node, do not fit "
             f"{'on the GPUs of' if config.placement == 'shared' else 'beside'} {config.learner.ranks} rank(s) "
             f"(learner.ranks): free on the nodes are {_counted(free)} GPUs",
-            "Lower it, or submit with more: sbatch --nodes=N --gpus-per-node=G",
+            "Lower it, or take more nodes, or nodes with more GPUs",
         )
     free[node] -= needed
     return node
