@@ -41,7 +41,7 @@ from gspo.common.model.teacher_server import check_teacher_server
 from gspo.common.model.trained_parameters import layers_of, trained_size
 from gspo.common.planning.memory import learner_host_bytes
 from gspo.learner.objective.loss_file import check_own_loss
-from gspo.learner.ranks.launcher import is_launched, num_local_ranks, num_ranks, own_rank
+from gspo.learner.ranks.launcher import is_launched, num_local_ranks, num_ranks, num_ranks_here, own_rank
 from gspo.learner.trackers import check_trackers
 from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import check_gpu_memory
@@ -252,7 +252,7 @@ def _check_ranks(config: Config) -> None:
             f"{config.learner.ranks} differs from the {num_local_ranks()} rank(s) that the launcher started here",
             "Set it to 0 where torchrun or deepspeed is called by hand",
         )
-    here = num_local_ranks() if is_launched() else ranks
+    here = num_ranks_here(config)
     gpus = visible_gpus()
     check_gpus_are_seen("learner.ranks", gpus)
     warn_of_float32("learner.dtype", config.learner.dtype, gpus)
@@ -350,7 +350,7 @@ def _check_vocabulary(folder: Path, files: ModelFiles) -> None:
 
 
 def _check_memory(config: Config, files: ModelFiles) -> None:
-    ranks_here = num_local_ranks() if is_launched() else num_ranks(config)
+    ranks_here = num_ranks_here(config)
     gpus = visible_gpus()[:ranks_here]
     size = trained_size(config, files)
     if gpus:

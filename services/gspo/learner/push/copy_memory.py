@@ -14,7 +14,7 @@ from gspo.common.host.machine import GIB, free_memory, visible_gpus
 from gspo.common.model.files import ModelFiles
 from gspo.common.model.trained_parameters import trained_size
 from gspo.common.planning.memory import checkpoint_bytes, learner_host_bytes, published_bytes
-from gspo.learner.ranks.launcher import is_launched, num_local_ranks, num_ranks
+from gspo.learner.ranks.launcher import num_ranks, num_ranks_here
 
 log = structlog.get_logger()
 
@@ -26,7 +26,7 @@ class CopyMemory:
     """
 
     def __init__(self, config: Config, files: ModelFiles) -> None:
-        ranks, ranks_here = num_ranks(config), num_local_ranks() if is_launched() else num_ranks(config)
+        ranks, ranks_here = num_ranks(config), num_ranks_here(config)
         size = trained_size(config, files)
         self._training = learner_host_bytes(config, size, ranks, ranks_here, on_gpu=bool(visible_gpus()))
         self._policies = published_bytes(config, files.num_parameters)

@@ -15,6 +15,8 @@ from gspo.common.errors import EXIT_FAILED
 from gspo.common.host.module_command import module_command
 
 _PR_SET_PDEATHSIG = 1
+# torchrun's own variable for its number of hosts; a cluster sets it, with PET_NODE_RANK and the address of host 0.
+_HOSTS = "PET_NNODES"
 
 
 def is_launched() -> bool:
@@ -38,6 +40,15 @@ def num_local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
+def num_ranks_here(config: Config) -> int:
+    """Ranks on this host, before and after a launcher has started them."""
+    return num_local_ranks() if is_launched() else num_ranks(config) // _num_hosts()
+
+
+def _num_hosts() -> int:
+    return int(os.environ.get(_HOSTS, 1))
+
+
 def end_with_launcher() -> None:
     """Have the kernel kill this rank when its launcher dies: it would keep the run directory locked."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -51,19 +62,19 @@ def cores_per_rank(num_ranks_here: int) -> int:
 def launch(config: Config, arguments: Sequence[str], module: str = "gspo.learner") -> int:
     """Run `python -m MODULE ARGUMENTS` once a rank, to the end of all; the exit code of the first to fail.
 
-    torchrun keeps the ranks: one that dies ends the others.
+    torchrun keeps the ranks: one that dies ends the others. On one of several hosts it starts the ranks of this one.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
-    learner = config.learner
+    ranks_here = num_ranks_here(config)
     # torchrun would set it to 1, with a long warning.
-    os.environ.setdefault("OMP_NUM_THREADS", str(learner.threads or cores_per_rank(learner.ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.learner.threads or cores_per_rank(ranks_here)))
     words = [
-        "--standalone",
+        *(["--standalone"] if _num_hosts() == 1 else []),
         "--nproc-per-node",
-        str(learner.ranks),
+        str(ranks_here),
         "--max-restarts",
         "0",
         # torchrun's own -m would put the working directory on sys.path.
