@@ -60,6 +60,8 @@ OWNERS = {
     ("deepspeed",): (DEEPSPEED_FILE,),
     ("mcp", "mcp_types"): (MCP_FOLDER,),
     ("tensorboardX", "wandb"): ("services/gspo/tracking/",),
+    # A run without the option needs no Ray, and no service knows of it.
+    ("ray",): ("services/gspo/cli/cluster/",),
 }
 PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -45,6 +46,12 @@ def gspo(
     """Train language models by reinforcement learning (GSPO), with vLLM for rollouts and DeepSpeed for training."""
 
 
+class ClusterKind(StrEnum):
+    """Where `gspo run` starts processes beside this machine."""
+
+    RAY = "ray"
+
+
 Plain = Annotated[bool, typer.Option("--plain", help="Print a line for each step instead of the live panel.")]
 
 
@@ -60,6 +67,12 @@ def run(
         int | None,
         typer.Option(metavar="STEP", min=1, help="With --resume, go on without this step, whose training fails."),
     ] = None,
+    cluster: Annotated[
+        ClusterKind | None, typer.Option(help="Use the nodes of this cluster, from one of them (docs/cluster.md).")
+    ] = None,
+    resume_if_begun: Annotated[
+        bool, typer.Option("--resume-if-begun", help="Continue the run if it has trained a step; else start it.")
+    ] = False,
 ) -> None:
     """Train a model: start Redis and the services, show the progress, write a report.
 
@@ -70,9 +83,17 @@ def run(
     Example: [bold]gspo run --resume runs/my-run[/]
 
     Example: [bold]gspo run --resume --leave-out 12 runs/my-run[/]
+
+    Example: [bold]gspo run config.yaml --cluster ray --resume-if-begun[/]
     """
     from gspo.cli.run.training import run as run_to_the_end
+    from gspo.cli.rundir.start import has_begun
 
+    resume = resume or (resume_if_begun and has_begun(config))
+    if cluster is not None:
+        from gspo.cli.cluster.ray_run import run_on_ray
+
+        raise typer.Exit(run_on_ray(config, resume=resume, leave_out=leave_out, plain=plain, console=Console()))
     if slurm:
         from gspo.cli.slurm.slurm_run import run_on_slurm
 

@@ -34,7 +34,7 @@ OTHERS = {
         ("export", "printf", "cat", "umask", "grep", "wait", "nano", "sh", "echo", "exit"),
         "the shell's and the system's",
     ),
-    **dict.fromkeys(("openssl", "redis-server", "ssh", "kubectl", "promtool"), "another project's"),
+    **dict.fromkeys(("openssl", "redis-server", "ssh", "kubectl", "promtool", "ray"), "another project's"),
     **dict.fromkeys(("./claude", "./opencode"), "an agent that the reader installs"),
     "vllm": "vLLM's server, of another environment than these tests",
 }

@@ -196,6 +196,16 @@ def run_dir_of(target: Path) -> Path:
     return run_dir if _is_run_dir(run_dir) else target
 
 
+def has_begun(target: Path) -> bool:
+    """Whether the run of a configuration, or of a run directory, has trained a step.
+
+    Raises:
+        InputError: The configuration is refused.
+    """
+    run_dir = run_dir_of(target)
+    return _is_run_dir(run_dir) and RunLog(run_dir).has_trained()
+
+
 def check_run_dir(run_dir: Path) -> None:
     """Refuse a folder that is not a run directory.
 

@@ -6,6 +6,7 @@ Every file is checked here before anything starts, down to a TLS handshake in me
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import ssl
 from pathlib import Path
@@ -20,6 +21,8 @@ from gspo.common.errors import InputError
 
 log = structlog.get_logger()
 EVERY_INTERFACE = ("0.0.0.0", "::")  # noqa: S104 - recognised here, not bound
+# The address of this machine for others, where its name may not be known to them; `gspo run` sets it on a cluster.
+ADDRESS_VARIABLE = "GSPO_ADDRESS"
 MIN_SECRET_CHARS = 16
 # An agent's key begins with it, so that an expired one is not taken for that of another client.
 AGENT_KEY_PREFIX = "agent-"
@@ -35,8 +38,8 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable_host(host: str) -> str:
-    """The host under which others reach a bound address: this machine's name if every interface is bound."""
-    return socket.gethostname() if host in EVERY_INTERFACE else host
+    """The host under which others reach a bound address: this machine's if every interface is bound."""
+    return os.environ.get(ADDRESS_VARIABLE) or socket.gethostname() if host in EVERY_INTERFACE else host
 
 
 def shared_token(config: Config) -> str:
