@@ -1,0 +1,110 @@
+"""A real Ray cluster of several nodes on this machine, each with resources and an address of its own on loopback.
+
+A driver is on the first node, the head. Ray's dashboard is off.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PATIENCE_S = 120.0
+
+
+class RayNodesHere:
+    """The nodes; made by `ray_cluster`."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster: Any = Cluster()
+        self._nodes: dict[str, Any] = {}
+        self._variables, self._num_started = variables, 0
+
+    def add(self, name: str, **resources: float) -> None:
+        """Start a node, and wait until it is there."""
+        address = f"127.0.0.{10 + self._num_started}"
+        self._num_started += 1
+        self._nodes[name] = self._cluster.add_node(
+            node_ip_address=address, node_name=name, include_dashboard=False, env_vars={}, **resources
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The remaining nodes, the head first."""
+        return list(self._nodes)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of a command on the head."""
+        return {**self._variables, "RAY_ADDRESS": self._cluster.address}
+
+    def lose(self, name: str) -> None:
+        """Kill a node at once."""
+        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def close(self) -> None:
+        """End every node."""
+        self._cluster.shutdown()
+
+
+@contextmanager
+def ray_cluster(**nodes: Mapping[str, float]) -> Iterator[RayNodesHere]:
+    """A cluster with a token; by name, the resources of each node, the head's first."""
+    # Ray's sockets have names in this folder, whose length Linux limits.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_TMPDIR": folder,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # A node is lost after three seconds of silence; by default after fifteen.
+        "RAY_health_check_failure_threshold": "3",
+        "RAY_health_check_period_ms": "1000",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        cluster = RayNodesHere(variables)
+        try:
+            for name, resources in nodes.items():
+                cluster.add(name, **resources)
+            yield cluster
+        finally:
+            cluster.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def processes_with(words: str, folder: Path) -> list[psutil.Process]:
+    """Running processes whose command line has these words and this folder."""
+    matches = []
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+            if words in line and str(folder) in line and process.status() != psutil.STATUS_ZOMBIE:
+                matches.append(process)
+        except psutil.Error:
+            continue
+    return matches
+
+
+def actor_of(process: psutil.Process) -> psutil.Process:
+    """The actor that has started a process."""
+    return next(parent for parent in process.parents() if "ProcessActor" in " ".join(parent.cmdline()))
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting for {what} after {timeout_s:g} s"
+        time.sleep(0.1)
