@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gspo_proto import rollout_pb2 as gspo__proto_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bgspo_proto/generation.proto\x12\x04gspo\x1a\x18gspo_proto/rollout.proto\"0\n\x0fGenerateRequest\x12\x1d\n\x04task\x18\x01 \x01(\x0b\x32\x0f.gspo.GroupTask\"X\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x08sampling\x18\x03 \x01(\x0b\x32\x0e.gspo.Sampling\"w\n\rSampledTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04logp\x18\x02 \x03(\x02\x12\x0f\n\x07version\x18\x03 \x03(\x11\x12\x0e\n\x06\x66inish\x18\x04 \x01(\t\x12\x12\n\nkept_sizes\x18\x05 \x03(\r\x12\x10\n\x08kept_ids\x18\x06 \x03(\x07\"\xac\x01\n\nPushHeader\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0bnum_tensors\x18\x07 \x01(\r\x12\x11\n\tnum_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07learner\x18\t \x01(\tJ\x04\x08\n\x10\r\"u\n\x0bTensorFrame\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x14\n\x0cnum_elements\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x1e\n\x07\x63hanges\x18\x05 \x01(\x0b\x32\r.gspo.ChangesJ\x04\x08\x06\x10\x07\"-\n\x07\x43hanges\x12\x12\n\nnum_listed\x18\x01 \x01(\r\x12\x0e\n\x06packed\x18\x02 \x01(\x0c\"S\n\x0bWeightFrame\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.gspo.PushHeader\x12\"\n\x07tensors\x18\x02 \x03(\x0b\x32\x11.gspo.TensorFrame\"q\n\nPushResult\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07stage_s\x18\x03 \x01(\x01\x12\x0f\n\x07pause_s\x18\x04 \x01(\x01\x12\x0e\n\x06load_s\x18\x05 \x01(\x01\x12\x10\n\x08resume_s\x18\x06 \x01(\x01\";\n\x0cSleepRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07learner\x18\x03 \x01(\t\"\x0c\n\nSleepReply\"\x11\n\x0f\x44\x65scribeRequest\"\xcf\x01\n\x14GeneratorDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x14\n\x0cmax_rollouts\x18\x08 \x01(\r\x12\x13\n\x0bnum_running\x18\t \x01(\r\x12\x0f\n\x07learner\x18\n \x01(\t\x12\x0e\n\x06\x61sleep\x18\x0b \x01(\x08\x32\x9a\x02\n\nGeneration\x12\x32\n\x08Generate\x12\x15.gspo.GenerateRequest\x1a\r.gspo.Rollout0\x01\x12\x34\n\x06Sample\x12\x13.gspo.SampleRequest\x1a\x13.gspo.SampledTokens0\x01\x12\x34\n\x0bPushWeights\x12\x11.gspo.WeightFrame\x1a\x10.gspo.PushResult(\x01\x12-\n\x05Sleep\x12\x12.gspo.SleepRequest\x1a\x10.gspo.SleepReply\x12=\n\x08\x44\x65scribe\x12\x15.gspo.DescribeRequest\x1a\x1a.gspo.GeneratorDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bgspo_proto/generation.proto\x12\x04gspo\x1a\x18gspo_proto/rollout.proto\"0\n\x0fGenerateRequest\x12\x1d\n\x04task\x18\x01 \x01(\x0b\x32\x0f.gspo.GroupTask\"X\n\rSampleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x08sampling\x18\x03 \x01(\x0b\x32\x0e.gspo.Sampling\"w\n\rSampledTokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04logp\x18\x02 \x03(\x02\x12\x0f\n\x07version\x18\x03 \x03(\x11\x12\x0e\n\x06\x66inish\x18\x04 \x01(\t\x12\x12\n\nkept_sizes\x18\x05 \x03(\r\x12\x10\n\x08kept_ids\x18\x06 \x03(\x07\"\xe9\x01\n\nPushHeader\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x13\n\x0bnum_tensors\x18\x07 \x01(\r\x12\x11\n\tnum_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07learner\x18\t \x01(\t\x12\x0f\n\x07sources\x18\r \x03(\t\x12\x19\n\x0c\x62\x61se_version\x18\x0e \x01(\x03H\x00\x88\x01\x01\x42\x0f\n\r_base_versionJ\x04\x08\n\x10\r\"u\n\x0bTensorFrame\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x14\n\x0cnum_elements\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x1e\n\x07\x63hanges\x18\x05 \x01(\x0b\x32\r.gspo.ChangesJ\x04\x08\x06\x10\x07\"-\n\x07\x43hanges\x12\x12\n\nnum_listed\x18\x01 \x01(\r\x12\x0e\n\x06packed\x18\x02 \x01(\x0c\"S\n\x0bWeightFrame\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.gspo.PushHeader\x12\"\n\x07tensors\x18\x02 \x03(\x0b\x32\x11.gspo.TensorFrame\"\x87\x01\n\nPushResult\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07stage_s\x18\x03 \x01(\x01\x12\x0f\n\x07pause_s\x18\x04 \x01(\x01\x12\x0e\n\x06load_s\x18\x05 \x01(\x01\x12\x10\n\x08resume_s\x18\x06 \x01(\x01\x12\x14\n\x0cpulled_bytes\x18\x07 \x01(\x04\";\n\x0cSleepRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07learner\x18\x03 \x01(\t\"\x0c\n\nSleepReply\"\x11\n\x0f\x44\x65scribeRequest\"\xcf\x01\n\x14GeneratorDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\r\n\x05model\x18\x06 \x01(\t\x12\r\n\x05\x65poch\x18\x07 \x01(\x04\x12\x14\n\x0cmax_rollouts\x18\x08 \x01(\r\x12\x13\n\x0bnum_running\x18\t \x01(\r\x12\x0f\n\x07learner\x18\n \x01(\t\x12\x0e\n\x06\x61sleep\x18\x0b \x01(\x08\x32\x9a\x02\n\nGeneration\x12\x32\n\x08Generate\x12\x15.gspo.GenerateRequest\x1a\r.gspo.Rollout0\x01\x12\x34\n\x06Sample\x12\x13.gspo.SampleRequest\x1a\x13.gspo.SampledTokens0\x01\x12\x34\n\x0bPushWeights\x12\x11.gspo.WeightFrame\x1a\x10.gspo.PushResult(\x01\x12-\n\x05Sleep\x12\x12.gspo.SleepRequest\x1a\x10.gspo.SleepReply\x12=\n\x08\x44\x65scribe\x12\x15.gspo.DescribeRequest\x1a\x1a.gspo.GeneratorDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,23 +39,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLEDTOKENS']._serialized_start=203
   _globals['_SAMPLEDTOKENS']._serialized_end=322
   _globals['_PUSHHEADER']._serialized_start=325
-  _globals['_PUSHHEADER']._serialized_end=497
-  _globals['_TENSORFRAME']._serialized_start=499
-  _globals['_TENSORFRAME']._serialized_end=616
-  _globals['_CHANGES']._serialized_start=618
-  _globals['_CHANGES']._serialized_end=663
-  _globals['_WEIGHTFRAME']._serialized_start=665
-  _globals['_WEIGHTFRAME']._serialized_end=748
-  _globals['_PUSHRESULT']._serialized_start=750
-  _globals['_PUSHRESULT']._serialized_end=863
-  _globals['_SLEEPREQUEST']._serialized_start=865
-  _globals['_SLEEPREQUEST']._serialized_end=924
-  _globals['_SLEEPREPLY']._serialized_start=926
-  _globals['_SLEEPREPLY']._serialized_end=938
-  _globals['_DESCRIBEREQUEST']._serialized_start=940
-  _globals['_DESCRIBEREQUEST']._serialized_end=957
-  _globals['_GENERATORDESCRIPTION']._serialized_start=960
-  _globals['_GENERATORDESCRIPTION']._serialized_end=1167
-  _globals['_GENERATION']._serialized_start=1170
-  _globals['_GENERATION']._serialized_end=1452
+  _globals['_PUSHHEADER']._serialized_end=558
+  _globals['_TENSORFRAME']._serialized_start=560
+  _globals['_TENSORFRAME']._serialized_end=677
+  _globals['_CHANGES']._serialized_start=679
+  _globals['_CHANGES']._serialized_end=724
+  _globals['_WEIGHTFRAME']._serialized_start=726
+  _globals['_WEIGHTFRAME']._serialized_end=809
+  _globals['_PUSHRESULT']._serialized_start=812
+  _globals['_PUSHRESULT']._serialized_end=947
+  _globals['_SLEEPREQUEST']._serialized_start=949
+  _globals['_SLEEPREQUEST']._serialized_end=1008
+  _globals['_SLEEPREPLY']._serialized_start=1010
+  _globals['_SLEEPREPLY']._serialized_end=1022
+  _globals['_DESCRIBEREQUEST']._serialized_start=1024
+  _globals['_DESCRIBEREQUEST']._serialized_end=1041
+  _globals['_GENERATORDESCRIPTION']._serialized_start=1044
+  _globals['_GENERATORDESCRIPTION']._serialized_end=1251
+  _globals['_GENERATION']._serialized_start=1254
+  _globals['_GENERATION']._serialized_end=1536
 # @@protoc_insertion_point(module_scope)

@@ -127,6 +127,8 @@ class PushHeader(_message.Message):
     NUM_TENSORS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     LEARNER_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     epoch: _builtins.int
     """of the learner: the fencing token"""
@@ -142,6 +144,12 @@ class PushHeader(_message.Message):
     """of the whole policy"""
     learner: _builtins.str
     """id of the learner: it distinguishes two of one epoch"""
+    base_version: _builtins.int
+    """that of base_digest"""
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """addresses of the service Shares of the learner's other ranks"""
+
     def __init__(
         self,
         *,
@@ -154,12 +162,16 @@ class PushHeader(_message.Message):
         num_tensors: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         learner: _builtins.str = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
+        base_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_version", b"base_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "digest", b"digest", "dtype", b"dtype", "epoch", b"epoch", "learner", b"learner", "num_bytes", b"num_bytes", "num_tensors", b"num_tensors", "run", b"run", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_version", b"_base_version", "base_digest", b"base_digest", "base_version", b"base_version", "digest", b"digest", "dtype", b"dtype", "epoch", b"epoch", "learner", b"learner", "num_bytes", b"num_bytes", "num_tensors", b"num_tensors", "run", b"run", "sources", b"sources", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__base_version: _TypeAlias = _typing.Literal["base_version"]  # noqa: Y015
+    _WhichOneofArgType__base_version: _TypeAlias = _typing.Literal["_base_version", b"_base_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_version) -> _WhichOneofReturnType__base_version | None: ...
 
 Global___PushHeader: _TypeAlias = PushHeader  # noqa: Y015
 
@@ -260,12 +272,15 @@ class PushResult(_message.Message):
     PAUSE_S_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
     RESUME_S_FIELD_NUMBER: _builtins.int
+    PULLED_BYTES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     digest: _builtins.str
     stage_s: _builtins.float
     pause_s: _builtins.float
     load_s: _builtins.float
     resume_s: _builtins.float
+    pulled_bytes: _builtins.int
+    """of frames from the header's sources"""
     def __init__(
         self,
         *,
@@ -275,10 +290,11 @@ class PushResult(_message.Message):
         pause_s: _builtins.float = ...,
         load_s: _builtins.float = ...,
         resume_s: _builtins.float = ...,
+        pulled_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "load_s", b"load_s", "pause_s", b"pause_s", "resume_s", b"resume_s", "stage_s", b"stage_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "load_s", b"load_s", "pause_s", b"pause_s", "pulled_bytes", b"pulled_bytes", "resume_s", b"resume_s", "stage_s", b"stage_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

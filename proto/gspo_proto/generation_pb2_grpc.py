@@ -82,9 +82,11 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PushWeights(self, request_iterator, context):
-        """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
-        PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
-        server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
+        """One version: a header, then the tensors of the learner's first rank in frames. Those of its other ranks are pulled
+        from the header's sources. FAILED_PRECONDITION: another model or another base digest. PERMISSION_DENIED: another
+        learner has taken over. DATA_LOSS: the received weights have another digest. UNAVAILABLE: a source does not answer.
+        ABORTED: a source has newer versions alone. The server's initial metadata come when the header is admitted: frames
+        sent before may hide a refusal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

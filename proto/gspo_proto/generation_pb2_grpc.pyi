@@ -40,9 +40,11 @@ class GenerationStub:
     the request.
     """
     PushWeights: _grpc.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]
-    """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
-    PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
-    server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
+    """One version: a header, then the tensors of the learner's first rank in frames. Those of its other ranks are pulled
+    from the header's sources. FAILED_PRECONDITION: another model or another base digest. PERMISSION_DENIED: another
+    learner has taken over. DATA_LOSS: the received weights have another digest. UNAVAILABLE: a source does not answer.
+    ABORTED: a source has newer versions alone. The server's initial metadata come when the header is admitted: frames
+    sent before may hide a refusal.
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_generation_pb2.SleepRequest, _generation_pb2.SleepReply]
     """placement: shared. The engine gives the memory of its cards back; the next push wakes it. The answer comes when the
@@ -62,9 +64,11 @@ class GenerationAsyncStub(GenerationStub):
     the request.
     """
     PushWeights: _aio.StreamUnaryMultiCallable[_generation_pb2.WeightFrame, _generation_pb2.PushResult]  # type: ignore[assignment]
-    """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
-    PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
-    server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
+    """One version: a header, then the tensors of the learner's first rank in frames. Those of its other ranks are pulled
+    from the header's sources. FAILED_PRECONDITION: another model or another base digest. PERMISSION_DENIED: another
+    learner has taken over. DATA_LOSS: the received weights have another digest. UNAVAILABLE: a source does not answer.
+    ABORTED: a source has newer versions alone. The server's initial metadata come when the header is admitted: frames
+    sent before may hide a refusal.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_generation_pb2.SleepRequest, _generation_pb2.SleepReply]  # type: ignore[assignment]
     """placement: shared. The engine gives the memory of its cards back; the next push wakes it. The answer comes when the
@@ -99,9 +103,11 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_generation_pb2.WeightFrame],
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.PushResult, _abc.Awaitable[_generation_pb2.PushResult]]:
-        """One version: a header, then its tensors in frames. FAILED_PRECONDITION: another model or another base digest.
-        PERMISSION_DENIED: another learner has taken over. DATA_LOSS: the received weights have another digest. The
-        server's initial metadata come when the header is admitted: frames sent before may hide a refusal.
+        """One version: a header, then the tensors of the learner's first rank in frames. Those of its other ranks are pulled
+        from the header's sources. FAILED_PRECONDITION: another model or another base digest. PERMISSION_DENIED: another
+        learner has taken over. DATA_LOSS: the received weights have another digest. UNAVAILABLE: a source does not answer.
+        ABORTED: a source has newer versions alone. The server's initial metadata come when the header is admitted: frames
+        sent before may hide a refusal.
         """
 
     @_abc_1.abstractmethod

@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from gspo_proto import generation_pb2 as gspo__proto_dot_generation__pb2
 from gspo_proto import rollout_pb2 as gspo__proto_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18gspo_proto/learner.proto\x12\x04gspo\x1a\x18gspo_proto/rollout.proto\"\x11\n\x0fProgressRequest\")\n\nGroupRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0c\n\x04last\x18\x02 \x01(\x04\"\xbd\x02\n\rProgressReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12!\n\x07settled\x18\x06 \x03(\x0b\x32\x10.gspo.GroupRange\x12/\n\x06\x63ounts\x18\x07 \x03(\x0b\x32\x1f.gspo.ProgressReply.CountsEntry\x12\x14\n\x0clive_version\x18\x08 \x01(\x03\x12\x12\n\nend_reason\x18\n \x01(\t\x12\x13\n\x0b\x65valuations\x18\x0b \x03(\t\x12\x19\n\x03\x65nd\x18\x0c \x01(\x0e\x32\x0c.gspo.RunEnd\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01J\x04\x08\t\x10\n\"\x13\n\x11\x43heckpointRequest\"-\n\x0f\x43heckpointReply\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x1f\n\x0eResultsRequest\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\"P\n\x0cResultsReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06groups\x18\x02 \x03(\x04\x12#\n\x07spreads\x18\x03 \x03(\x0e\x32\x12.gspo.RewardSpread*c\n\x0cRewardSpread\x12\x1d\n\x19REWARD_SPREAD_UNSPECIFIED\x10\x00\x12\x17\n\x13REWARD_SPREAD_EQUAL\x10\x01\x12\x1b\n\x17REWARD_SPREAD_DIFFERENT\x10\x02\x32\xb4\x01\n\x07Learner\x12\x36\n\x08Progress\x12\x15.gspo.ProgressRequest\x1a\x13.gspo.ProgressReply\x12<\n\nCheckpoint\x12\x17.gspo.CheckpointRequest\x1a\x15.gspo.CheckpointReply\x12\x33\n\x07Results\x12\x14.gspo.ResultsRequest\x1a\x12.gspo.ResultsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18gspo_proto/learner.proto\x12\x04gspo\x1a\x1bgspo_proto/generation.proto\x1a\x18gspo_proto/rollout.proto\"J\n\x0bPullRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x19\n\x0c\x62\x61se_version\x18\x02 \x01(\x03H\x00\x88\x01\x01\x42\x0f\n\r_base_version\"\x11\n\x0fProgressRequest\")\n\nGroupRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0c\n\x04last\x18\x02 \x01(\x04\"\xbd\x02\n\rProgressReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12!\n\x07settled\x18\x06 \x03(\x0b\x32\x10.gspo.GroupRange\x12/\n\x06\x63ounts\x18\x07 \x03(\x0b\x32\x1f.gspo.ProgressReply.CountsEntry\x12\x14\n\x0clive_version\x18\x08 \x01(\x03\x12\x12\n\nend_reason\x18\n \x01(\t\x12\x13\n\x0b\x65valuations\x18\x0b \x03(\t\x12\x19\n\x03\x65nd\x18\x0c \x01(\x0e\x32\x0c.gspo.RunEnd\x1a-\n\x0b\x43ountsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01J\x04\x08\t\x10\n\"\x13\n\x11\x43heckpointRequest\"-\n\x0f\x43heckpointReply\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04path\x18\x02 \x01(\t\"\x1f\n\x0eResultsRequest\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\"P\n\x0cResultsReply\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06groups\x18\x02 \x03(\x04\x12#\n\x07spreads\x18\x03 \x03(\x0e\x32\x12.gspo.RewardSpread*c\n\x0cRewardSpread\x12\x1d\n\x19REWARD_SPREAD_UNSPECIFIED\x10\x00\x12\x17\n\x13REWARD_SPREAD_EQUAL\x10\x01\x12\x1b\n\x17REWARD_SPREAD_DIFFERENT\x10\x02\x32\xb4\x01\n\x07Learner\x12\x36\n\x08Progress\x12\x15.gspo.ProgressRequest\x1a\x13.gspo.ProgressReply\x12<\n\nCheckpoint\x12\x17.gspo.CheckpointRequest\x1a\x15.gspo.CheckpointReply\x12\x33\n\x07Results\x12\x14.gspo.ResultsRequest\x1a\x12.gspo.ResultsReply28\n\x06Shares\x12.\n\x04Pull\x12\x11.gspo.PullRequest\x1a\x11.gspo.WeightFrame0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,24 +35,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PROGRESSREPLY_COUNTSENTRY']._loaded_options = None
   _globals['_PROGRESSREPLY_COUNTSENTRY']._serialized_options = b'8\001'
-  _globals['_REWARDSPREAD']._serialized_start=625
-  _globals['_REWARDSPREAD']._serialized_end=724
-  _globals['_PROGRESSREQUEST']._serialized_start=60
-  _globals['_PROGRESSREQUEST']._serialized_end=77
-  _globals['_GROUPRANGE']._serialized_start=79
-  _globals['_GROUPRANGE']._serialized_end=120
-  _globals['_PROGRESSREPLY']._serialized_start=123
-  _globals['_PROGRESSREPLY']._serialized_end=440
-  _globals['_PROGRESSREPLY_COUNTSENTRY']._serialized_start=389
-  _globals['_PROGRESSREPLY_COUNTSENTRY']._serialized_end=434
-  _globals['_CHECKPOINTREQUEST']._serialized_start=442
-  _globals['_CHECKPOINTREQUEST']._serialized_end=461
-  _globals['_CHECKPOINTREPLY']._serialized_start=463
-  _globals['_CHECKPOINTREPLY']._serialized_end=508
-  _globals['_RESULTSREQUEST']._serialized_start=510
-  _globals['_RESULTSREQUEST']._serialized_end=541
-  _globals['_RESULTSREPLY']._serialized_start=543
-  _globals['_RESULTSREPLY']._serialized_end=623
-  _globals['_LEARNER']._serialized_start=727
-  _globals['_LEARNER']._serialized_end=907
+  _globals['_REWARDSPREAD']._serialized_start=730
+  _globals['_REWARDSPREAD']._serialized_end=829
+  _globals['_PULLREQUEST']._serialized_start=89
+  _globals['_PULLREQUEST']._serialized_end=163
+  _globals['_PROGRESSREQUEST']._serialized_start=165
+  _globals['_PROGRESSREQUEST']._serialized_end=182
+  _globals['_GROUPRANGE']._serialized_start=184
+  _globals['_GROUPRANGE']._serialized_end=225
+  _globals['_PROGRESSREPLY']._serialized_start=228
+  _globals['_PROGRESSREPLY']._serialized_end=545
+  _globals['_PROGRESSREPLY_COUNTSENTRY']._serialized_start=494
+  _globals['_PROGRESSREPLY_COUNTSENTRY']._serialized_end=539
+  _globals['_CHECKPOINTREQUEST']._serialized_start=547
+  _globals['_CHECKPOINTREQUEST']._serialized_end=566
+  _globals['_CHECKPOINTREPLY']._serialized_start=568
+  _globals['_CHECKPOINTREPLY']._serialized_end=613
+  _globals['_RESULTSREQUEST']._serialized_start=615
+  _globals['_RESULTSREQUEST']._serialized_end=646
+  _globals['_RESULTSREPLY']._serialized_start=648
+  _globals['_RESULTSREPLY']._serialized_end=728
+  _globals['_LEARNER']._serialized_start=832
+  _globals['_LEARNER']._serialized_end=1012
+  _globals['_SHARES']._serialized_start=1014
+  _globals['_SHARES']._serialized_end=1070
 # @@protoc_insertion_point(module_scope)

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from gspo_proto import generation_pb2 as gspo__proto_dot_generation__pb2
 from gspo_proto import learner_pb2 as gspo__proto_dot_learner__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -172,6 +173,83 @@ class Learner:
             '/gspo.Learner/Results',
             gspo__proto_dot_learner__pb2.ResultsRequest.SerializeToString,
             gspo__proto_dot_learner__pb2.ResultsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class SharesStub:
+    """Every rank of the learner but the first: the tensors that it owns.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Pull = channel.unary_stream(
+                '/gspo.Shares/Pull',
+                request_serializer=gspo__proto_dot_learner__pb2.PullRequest.SerializeToString,
+                response_deserializer=gspo__proto_dot_generation__pb2.WeightFrame.FromString,
+                _registered_method=True)
+
+
+class SharesServicer:
+    """Every rank of the learner but the first: the tensors that it owns.
+    """
+
+    def Pull(self, request, context):
+        """Those of a version in frames, as PushWeights has them behind its header: changes to the base version, or every
+        element where there are none. NOT_FOUND: the rank does not keep this version any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SharesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Pull': grpc.unary_stream_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=gspo__proto_dot_learner__pb2.PullRequest.FromString,
+                    response_serializer=gspo__proto_dot_generation__pb2.WeightFrame.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'gspo.Shares', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('gspo.Shares', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Shares:
+    """Every rank of the learner but the first: the tensors that it owns.
+    """
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gspo.Shares/Pull',
+            gspo__proto_dot_learner__pb2.PullRequest.SerializeToString,
+            gspo__proto_dot_generation__pb2.WeightFrame.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ The learner service: how far it is, a checkpoint on request, and the results of 
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from gspo_proto import generation_pb2 as _generation_pb2
 from gspo_proto import learner_pb2 as _learner_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -65,3 +66,40 @@ class LearnerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_learner_pb2.ResultsReply, _abc.Awaitable[_learner_pb2.ResultsReply]]: ...
 
 def add_LearnerServicer_to_server(servicer: LearnerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class SharesStub:
+    """Every rank of the learner but the first: the tensors that it owns."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> SharesAsyncStub: ...
+    Pull: _grpc.UnaryStreamMultiCallable[_learner_pb2.PullRequest, _generation_pb2.WeightFrame]
+    """Those of a version in frames, as PushWeights has them behind its header: changes to the base version, or every
+    element where there are none. NOT_FOUND: the rank does not keep this version any more.
+    """
+
+@_typing.type_check_only
+class SharesAsyncStub(SharesStub):
+    """Every rank of the learner but the first: the tensors that it owns."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Pull: _aio.UnaryStreamMultiCallable[_learner_pb2.PullRequest, _generation_pb2.WeightFrame]  # type: ignore[assignment]
+    """Those of a version in frames, as PushWeights has them behind its header: changes to the base version, or every
+    element where there are none. NOT_FOUND: the rank does not keep this version any more.
+    """
+
+class SharesServicer(metaclass=_abc_1.ABCMeta):
+    """Every rank of the learner but the first: the tensors that it owns."""
+
+    @_abc_1.abstractmethod
+    def Pull(
+        self,
+        request: _learner_pb2.PullRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.WeightFrame], _abc.AsyncIterator[_generation_pb2.WeightFrame]]:
+        """Those of a version in frames, as PushWeights has them behind its header: changes to the base version, or every
+        element where there are none. NOT_FOUND: the rank does not keep this version any more.
+        """
+
+def add_SharesServicer_to_server(servicer: SharesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,5 +1,7 @@
 """Takes pushed weights: fence, staging, digest, and only then the load. One push at a time.
 
+The tensors of the learner's first rank come with the push; those of its other ranks are pulled from them meanwhile.
+
 A push that is late, broken or refused changes nothing. A load that has begun ends, even if the call is cancelled. On
 shared GPUs the learner also puts the engine to sleep here, between two pushes, and a push wakes it.
 `servicer.py` has the calls.
@@ -9,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypeVar
 
@@ -24,6 +26,7 @@ from gspo.common.weights.changes import Packed
 from gspo.common.weights.time_limit import TimeLimit
 from gspo.generation.engine.api import EngineBrokenError, EngineLike
 from gspo.generation.engine.staging import PolicyCopies, StagingError
+from gspo.generation.share_pull import PullFailedError, pulled_frames
 from gspo_proto.generation_pb2 import PushHeader, PushResult, SleepRequest, TensorFrame, WeightFrame
 
 log = structlog.get_logger()
@@ -62,6 +65,7 @@ class Receiver:
         digest: The digest of the weights that serve.
         fence: The accepted learner.
         num_frames: Frames of weights that came, of all pushes.
+        pull: Pulls the frames of another rank: share_pull.pulled_frames.
         broken: Resolves with the reason once the engine cannot serve any more.
     """
 
@@ -75,7 +79,8 @@ class Receiver:
         self._load_limit = TimeLimit(self._config.push_timeout_s, _FIRST_LOAD_BYTES_S)
         self._lock = asyncio.Lock()
         self._staging: asyncio.Timeout | None = None
-        self._waits_for_frames, self.num_frames = False, 0
+        self._waits_for_frames, self.num_frames, self._pulled_bytes = False, 0, 0
+        self.pull = pulled_frames
         self.digest = copies.serving_digest()
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -156,7 +161,7 @@ class Receiver:
             async with asyncio.timeout(deadline_s - time.monotonic()) as self._staging:
                 await go_ahead()
                 await _uncancelled(asyncio.to_thread(self._copies.begin, changes=bool(header.base_digest)))
-                await self._write_all(frames)
+                await self._write_all(header, frames)
                 digest = await _uncancelled(asyncio.to_thread(self._copies.staged_digest))
         except TimeoutError as error:
             self._check_fence(header)
@@ -183,19 +188,40 @@ class Receiver:
                 "both the same files under model.path"
             )
 
-    async def _write_all(self, frames: AsyncIterator[WeightFrame]) -> None:
-        self._waits_for_frames = True
+    async def _write_all(self, header: PushHeader, frames: AsyncIterator[WeightFrame]) -> None:
+        """Stage the frames of the call, and meanwhile those of the learner's other ranks."""
+        self._waits_for_frames, self._pulled_bytes = True, 0
+        pulls = [asyncio.create_task(self._pull_share(address, header)) for address in header.sources]
         try:
             async for frame in frames:
-                self.num_frames += 1
-                await _uncancelled(asyncio.to_thread(self._write, frame.tensors))
+                await self._write_frame(frame)
+            await asyncio.gather(*pulls)
         except StagingError:
             # With frames still on their way, the sender would see "Internal error" instead of the refusal.
             async for _ in frames:
                 continue
             raise
+        except PullFailedError as failure:
+            raise PushRefusedError(failure.status, str(failure)) from failure
         finally:
+            for pull in pulls:
+                pull.cancel()
+            await _uncancelled(_ended(pulls))
             self._waits_for_frames = False
+
+    async def _pull_share(self, address: str, header: PushHeader) -> None:
+        async with aclosing(self.pull(address, header, self._service.config.services.tls, self._token)) as frames:
+            async for frame in frames:
+                self._pulled_bytes += frame.ByteSize()
+                await self._write_frame(frame)
+
+    async def _write_frame(self, frame: WeightFrame) -> None:
+        self.num_frames += 1
+        await _uncancelled(asyncio.to_thread(self._write, frame.tensors))
+
+    @property
+    def _token(self) -> str:
+        return self._service.options.token
 
     def _write(self, tensors: Iterable[TensorFrame]) -> None:
         for run in tensors:
@@ -221,7 +247,13 @@ class Receiver:
         metrics.PUSH_PAUSE_SECONDS.observe(sum(astuple(times)))
         self._on_loaded()
         log.info("version_loaded", version=header.version, digest=digest[:12], stage_s=round(staged_s, 4))
-        return PushResult(version=header.version, digest=digest, stage_s=staged_s, **asdict(times))
+        return PushResult(
+            version=header.version,
+            digest=digest,
+            stage_s=staged_s,
+            pulled_bytes=self._pulled_bytes,
+            **asdict(times),
+        )
 
     @contextmanager
     def _ending_if_broken(self) -> Iterator[None]:
@@ -282,6 +314,11 @@ async def _header(frames: AsyncIterator[WeightFrame]) -> PushHeader:
     if first is None or not first.HasField("header"):
         raise _precondition("a push begins with its header")
     return first.header
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
 
 
 async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
