@@ -16,6 +16,7 @@ from gspo.common.host.machine import GIB
 
 PAGE = Path(__file__).parents[2] / "docs/scale.md"
 BEGIN, END = "<!-- planned: python -m benchmarks.plans.scale_page -->\n", "<!-- end of planned -->\n"
+_HOST_GIB = 2048
 _HEADS = (
     "model, H100 of 80 GB, context",
     "learner",
@@ -29,12 +30,11 @@ _HEADS = (
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """One row: a model on so many GPUs, with the longest rollout in tokens, and GiB of memory of each host."""
+    """One row: a model on so many GPUs, with the longest rollout in tokens."""
 
     model: str
     num_gpus: int
     context: int
-    host_gib: float = 2048
 
 
 CASES = (
@@ -44,15 +44,15 @@ CASES = (
     PlannedCase("Qwen3-30B-A3B", 16, 16_384),
     PlannedCase("Qwen3-32B", 8, 32_768),
     PlannedCase("Qwen3-32B", 64, 32_768),
-    PlannedCase("Qwen3-235B-A22B", 64, 16_384, host_gib=4096),
-    PlannedCase("Qwen3-235B-A22B", 128, 16_384, host_gib=4096),
+    PlannedCase("Qwen3-235B-A22B", 64, 16_384),
+    PlannedCase("Qwen3-235B-A22B", 128, 16_384),
 )
 
 
 def planned_case(case: PlannedCase) -> Planned | Choice | None:
     """The plan of a row; the nearest choice where nothing fits."""
     gpu, profile = find_kind(None, 80), published_models()[case.model]
-    request = PlanRequest(Path(case.model), case.num_gpus, context=case.context, host_gib=case.host_gib)
+    request = PlanRequest(Path(case.model), case.num_gpus, context=case.context, host_gib=_HOST_GIB)
     choice = choice_of(request, profile, gpu)
     if choice is None or choice.shortages:
         return choice

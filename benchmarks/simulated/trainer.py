@@ -26,7 +26,8 @@ from benchmarks.simulated.settings import Settings
 from gspo.common.config.schema import Config
 from gspo.common.host.durable_write import fsync
 from gspo.learner.assembly.rows import Row
-from gspo.learner.training.trainer_api import Hyperparameters, TrainResult, WriteCheckpoint
+from gspo.learner.push.policy_weights import weights_from
+from gspo.learner.training.trainer_api import Hyperparameters, MakeVersion, TrainResult, WriteCheckpoint
 
 _STATE, _WEIGHTS, _EXPORTED = "caller.json", "weights.safetensors", "model.safetensors"
 # In the folder of the environment's GSPO_CHAOS, as the files of benchmarks/chaos: the number of a step whose training
@@ -84,7 +85,15 @@ class SimulatedTrainer:
         time.sleep(max(0.0, self._settings.time_scale * wanted_s - (time.monotonic() - began)))
         return TrainResult({"loss": 0.0, "grad_norm": 0.0})
 
-    def policy(self, *, is_reused: bool = False) -> dict[str, Tensor]:
+    def begin_version(self, version: int, recorded: str, *, is_reused: bool) -> MakeVersion:
+        """Copy the weights; the result makes their version."""
+        tensors = self.policy()
+        return lambda: weights_from(version, tensors, recorded)
+
+    def write_share(self, version: int, folder: Path) -> None:
+        """There are no other ranks."""
+
+    def policy(self) -> dict[str, Tensor]:
         """Copies of the weights in the generators' dtype."""
         return {name: torch.from_numpy(tensor.copy()).to(self._dtype) for name, tensor in self._weights.items()}
 

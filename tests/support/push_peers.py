@@ -1,20 +1,21 @@
 """A learner's publisher and generators for tests of the push: everything real but the engine.
 
-The stand-in engine loads by promoting the staged copy, as slowly or badly as a test wants.
+The stand-in engine loads by promoting the staged copy, as slowly or badly as a test wants. The learner has one rank or
+three: then by default the second owns the tensor that changes, and the third owns nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gspo.common.config.schema import Config
+from gspo.common.config.schema import Config, TlsConfig
 from gspo.common.network.grpc_server import ADMITTED, GrpcApi, GrpcServer
 from gspo.common.service.app import Service
 from gspo.common.service.options import Options
@@ -22,14 +23,19 @@ from gspo.common.streams.instances import Instance, Registration
 from gspo.generation.engine.api import LoadFailedError, LoadTimes
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.servicer import SERVICE_NAME, Context, GenerationGrpcServicer
-from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.push.policy_weights import PolicyWeights, joined, own_weights, rank_manifest, weights_from
 from gspo.learner.push.publisher import Publisher
 from gspo.learner.push.shifts import LearnerShifts
+from gspo.learner.shares.share_server import ShareServer
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
 from gspo_proto.rollout_pb2 import VersionLive
 
 SHAPES = {"a": (300, 100), "b": (50,)}
+# The tensors of each rank.
+ONE_RANK: list[tuple[str, ...]] = [("a", "b", "c")]
+THREE_RANKS: list[tuple[str, ...]] = [("b", "c"), ("a",), ()]
+OWNED = ONE_RANK
 
 
 def policy(version: int) -> PolicyWeights:
@@ -136,6 +142,16 @@ class RecordingServicer(GenerationGrpcServicer):
 
     generator: PushTarget
 
+    def corrupt_pulled(self) -> None:
+        """Corrupt the frames of other ranks too."""
+        pull = self._receiver.pull
+
+        async def pulled(address: str, header: PushHeader, tls: TlsConfig, token: str) -> AsyncGenerator[WeightFrame]:
+            async for frame in pull(address, header, tls, token):
+                yield self.generator.corrupt(frame) if self.generator.corrupt else frame
+
+        self._receiver.pull = pulled
+
     async def PushWeights(self, request_iterator: AsyncIterator[WeightFrame], context: Context) -> PushResult:
         async def passed_on() -> AsyncIterator[WeightFrame]:
             async for frame in request_iterator:
@@ -160,20 +176,27 @@ async def generator(
     name: str = "generation-0",
     ignored: Mapping[str, tuple[int, ...]] | None = None,
     gpus: Mapping[str, str] | None = None,
+    model: Path | None = None,
 ) -> AsyncIterator[PushTarget]:
     """A generator that serves version 0, registered.
 
     Args:
         ignored: Further tensors of its model folder, which the learner does not have.
         gpus: Its GPUs with their kinds.
+        model: The folder of its model, in place of the tests' own.
     """
     service = service_of(name, config, redis_url)
-    engine, copies = StandInEngine(), PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16")
-    for tensor, bits in policy(0).bits.items():
-        copies.serving.put(tensor, bits.reshape(-1))
+    engine = StandInEngine()
+    if model:
+        copies = PolicyCopies.from_folder(model, config.generation.dtype)
+    else:
+        copies = PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16")
+        for tensor, bits in policy(0).bits.items():
+            copies.serving.put(tensor, bits.reshape(-1))
     parts: Any = (engine, copies, None, IdleLoop())  # in place of engine, driver and loop, of which a push needs little
     servicer = RecordingServicer(service, *parts)
     servicer.generator = running = PushTarget(service, engine, copies, servicer)
+    servicer.corrupt_pulled()
     server = GrpcServer(
         GrpcApi(SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)),
         host="127.0.0.1",
@@ -200,7 +223,11 @@ async def generator(
 
 
 class PublishingLearner:
-    """A publisher and what went live; on shared GPUs with its shifts."""
+    """A publisher and what went live; on shared GPUs with its shifts.
+
+    Attributes:
+        others: The servers of the other ranks.
+    """
 
     def __init__(self, config: Config, redis_url: str, epoch: int) -> None:
         self.service = service_of("learner-0", config, redis_url)
@@ -208,6 +235,21 @@ class PublishingLearner:
         self.shifts = LearnerShifts(self.service, epoch)
         self.publisher = Publisher(self.service, epoch, self._on_live, self.shifts)
         self.running = asyncio.create_task(self.publisher.run())
+        self.others = [ShareServer(self.service) for _ in OWNED[1:]]
+
+    async def publish(self, version: PolicyWeights) -> None:
+        """Publish a version from the shares of all ranks."""
+        tensors = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in version.bits.items()}
+        owned = [{name: tensors[name] for name in names if name in tensors} for names in OWNED]
+        shares = [own_weights(version.version, share) for share in owned]
+        for server, own in zip(self.others, shares[1:], strict=True):
+            await asyncio.to_thread(server.forget_older)
+            await asyncio.to_thread(server.add, own)
+        addresses = ["", *(server.address for server in self.others)]
+        parts = [rank_manifest(share, "", address) for share, address in zip(owned, addresses, strict=True)]
+        shared = joined(version.version, shares[0], parts)
+        # A test may have given it another digest.
+        self.publisher.publish(replace(shared, digest=version.digest))
 
     async def _on_live(self, live: VersionLive) -> None:
         self.live.append(live)
@@ -224,6 +266,8 @@ class PublishingLearner:
                 await asyncio.sleep(0.01)
 
     async def close(self) -> None:
+        for server in self.others:
+            await server.stop()
         self.running.cancel()
         await asyncio.gather(self.running, return_exceptions=True)
         await self.service.redis.aclose()
@@ -233,6 +277,8 @@ class PublishingLearner:
 async def learner(config: Config, redis_url: str, epoch: int = 1) -> AsyncIterator[PublishingLearner]:
     """A learner that publishes."""
     publishing = PublishingLearner(config, redis_url, epoch)
+    for server in publishing.others:
+        await server.start()
     try:
         yield publishing
     finally:

@@ -162,7 +162,7 @@ def _memory_gib(config: Config, files: ModelFiles, *, on_gpus: bool) -> float:
     if on_gpus:
         return host_memory(config, size, ranks=ranks, ranks_here=ranks, generators_here=replicas).total / GIB
     training = learner_host_bytes(config, size, ranks, ranks, on_gpu=False)
-    training += published_bytes(config, size.num_parameters)
+    training += published_bytes(config, size.num_parameters, ranks, ranks)
     # A generator's one policy is the engine's own.
     generation_gib = (policy_bytes(config, size.num_parameters) / GIB + config.generation.kv_cache_gb) * replicas
     return PROCESSES_GIB + training / GIB + generation_gib

@@ -27,6 +27,7 @@ from gspo.learner.push.copy_memory import CopyMemory
 from gspo.learner.push.shifts import LearnerShifts, ShiftStoppedError
 from gspo.learner.recovery import compare_with_files, recover
 from gspo.learner.run_end import RunEndCondition
+from gspo.learner.shares.share_server import ShareServer
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.trackers import Trackers
@@ -54,12 +55,18 @@ async def run_learner(service: Service, start_trainer: StartTrainer) -> None:
     await run_app(service, startup.open, claim=startup.claim)
 
 
-async def run_follower(service: Service, follow: Callable[[Config, Path, Path], None]) -> None:
-    """Train as rank 0 commands until it ends this rank: rank 0 alone answers signals and talks to other services."""
+async def run_follower(service: Service, follow: Callable[[Config, Path, Path, ShareServer], None]) -> None:
+    """Train as rank 0 commands until it ends this rank, and serve this rank's share of each version to generators.
+
+    Rank 0 alone answers signals and talks to other services.
+    """
+    server = ShareServer(service)
     try:
+        await server.start()
         model = model_folder(service.config.model)
-        await asyncio.to_thread(follow, service.config, model, service.options.run_dir)
+        await asyncio.to_thread(follow, service.config, model, service.options.run_dir, server)
     finally:
+        await server.stop()
         await service.close()
 
 
@@ -92,7 +99,7 @@ class _Startup:
         try:
             model = model_folder(config.model)
             files = read_model_files(model, allow_pickle=config.model.allow_pickle)
-            memory = CopyMemory(config, files)
+            memory = CopyMemory(config, files, service.options.host)
             keeps_copies, keeps_states = memory.holds_next_version(), memory.holds_checkpoint()
             shifts = LearnerShifts(service, run_dir.epoch, executor)
             try:

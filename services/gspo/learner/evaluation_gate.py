@@ -19,7 +19,13 @@ from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.storage.best_version import BestVersion
-from gspo.learner.storage.candidates import forget_unmeasured, keep_only, read_unmeasured, save_unmeasured
+from gspo.learner.storage.candidates import (
+    WriteShare,
+    forget_unmeasured,
+    keep_only,
+    read_unmeasured,
+    save_unmeasured,
+)
 from gspo.learner.storage.run_directory import RunDir
 from gspo_proto.rollout_pb2 import EvaluationDone
 
@@ -72,10 +78,10 @@ class EvaluationGate:
         keep_only(self._run_dir.path, {newest.version} | ({due} if unmeasured else set()))
         return unmeasured
 
-    def keep_unmeasured(self, weights: PolicyWeights) -> None:
+    def keep_unmeasured(self, weights: PolicyWeights, write_share: WriteShare) -> None:
         """Keep a version for the next start if its evaluations are not recorded."""
         if self.holds(weights.version):
-            save_unmeasured(self._run_dir.path, weights)
+            save_unmeasured(self._run_dir.path, weights, write_share)
 
     async def record(self, done: EvaluationDone) -> None:
         """Record an evaluation, and keep its version if it is the best."""

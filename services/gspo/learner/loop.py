@@ -280,8 +280,10 @@ class Learner:
         await self._wait_for_evaluations(step - 1)
         self._clock.end_phase(StepPhase.HOLD)
         if self._end.is_stopped and (served := self.publisher.newest) is not None:
-            keep = partial(self._gate.keep_unmeasured, served)
-            await self.trainer.write_overlapped("a version that is not measured yet", keep)
+            await self.trainer.write_copies(
+                "a version that is not measured yet",
+                lambda trainer: self._gate.keep_unmeasured(served, trainer.write_share),
+            )
 
     async def _wait_for_evaluations(self, version: int) -> None:
         await self._gate.wait(version, lambda: self._end.is_stopped or bool(self.publisher.refusal))

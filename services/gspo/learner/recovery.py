@@ -8,7 +8,7 @@ services/gspo/learner/replay makes steps of a run again in another folder, with 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.assembler import Assembler
 from gspo.learner.assembly.row_metrics import row_metrics
 from gspo.learner.objective.loss_file import keep_loss_file
-from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.storage.run_directory import PolicyVersion, RunDir
 from gspo.learner.training.trainer_api import (
     Hyperparameters,
@@ -83,9 +83,8 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
                 f"replaying it ends as it did before: {error}",
                 f"Then resume, or go on without it: --leave-out {step}",
             ) from error
-    weights = weights or initial_weights(trainer)
-    digest = digest_like(weights, run_dir.versions.get(weights.version))
-    run_dir.append_version(weights.version, digest, weights.dtype)
+    weights = weights or initial_weights(trainer, run_dir.versions)
+    run_dir.append_version(weights.version, weights.digest_on_record, weights.dtype)
     notices += tuple(_left_out_notice(step) for step in to_replay if step in run_dir.left_out)
     return RecoveredState(trainer, assembler, weights, notices)
 
@@ -98,9 +97,18 @@ def _left_out_notice(step: int) -> str:
 
 
 def restore(
-    config: Config, model: Path, run_dir: RunDir, activity: Activity, start: StartTrainer
+    config: Config,
+    model: Path,
+    run_dir: RunDir,
+    activity: Activity,
+    start: StartTrainer,
+    originals: Mapping[int, PolicyVersion] | None = None,
 ) -> tuple[TrainerApi, Assembler, PolicyWeights | None, tuple[str, ...]]:
     """Start the trainer, and load the newest undamaged checkpoint.
+
+    Args:
+        originals: The versions of another run directory, where this one has no records of its own: digests are of
+            their kinds.
 
     Returns:
         Trainer, assembler, the weights of the checkpoint's version, and notices about damaged checkpoints. Without a
@@ -113,7 +121,7 @@ def restore(
     keep_loss_file(config, run_dir.path)
     activity.set("busy", "loading the model", str(model))
     trainer = start(config, model, run_dir.path)
-    weights, moments, notices = _load_checkpoint(config, run_dir, trainer, activity)
+    weights, moments, notices = _load_checkpoint(config, run_dir, trainer, activity, originals or {})
     assembler = Assembler(
         config.algorithm,
         config.staleness,
@@ -128,7 +136,7 @@ def restore(
 
 
 def _load_checkpoint(
-    config: Config, run_dir: RunDir, trainer: TrainerApi, activity: Activity
+    config: Config, run_dir: RunDir, trainer: TrainerApi, activity: Activity, originals: Mapping[int, PolicyVersion]
 ) -> tuple[PolicyWeights | None, RunningMoments, tuple[str, ...]]:
     """Load the newest undamaged checkpoint; damaged ones that are newer are moved out of the way.
 
@@ -146,7 +154,7 @@ def _load_checkpoint(
         activity.set("busy", "loading the checkpoint", f"step {step}")
         state, has_loaded = trainer.load(checkpoints.path(step)), True
         try:
-            weights = weights_from(step, trainer.policy())
+            weights = _version_of(trainer, step, run_dir.versions.get(step) or originals.get(step))
         except NotFiniteError as error:
             damage[step] = str(error)
             continue
@@ -171,24 +179,31 @@ def _difference(config: Config, run_dir: RunDir, loaded: PolicyWeights) -> str:
     recorded = run_dir.versions.get(loaded.version)
     if recorded is None or recorded.dtype != loaded.dtype or config.learner.lora.rank:
         return ""
-    if recorded.digest == (digest := digest_like(loaded, recorded)):
+    if recorded.digest == (digest := loaded.digest_on_record):
         return ""
     return f"its weights have the digest {digest[:12]}..., and version {loaded.version} was {recorded.digest[:12]}..."
 
 
-def digest_like(weights: PolicyWeights, recorded: PolicyVersion | None) -> str:
-    """The digest of a version, of the kind that is on record for it."""
-    return weights.digest_like(recorded.digest if recorded else "")
+def _version_of(trainer: TrainerApi, version: int, recorded: PolicyVersion | None) -> PolicyWeights:
+    """A version with the trainer's weights, and its digest of the kind on record.
+
+    Raises:
+        NotFiniteError: Weights are not finite.
+    """
+    return trainer.begin_version(version, recorded.digest if recorded else "", is_reused=False)()
 
 
-def initial_weights(trainer: TrainerApi) -> PolicyWeights:
+def initial_weights(trainer: TrainerApi, recorded: Mapping[int, PolicyVersion]) -> PolicyWeights:
     """Version 0, of a trainer that has trained nothing.
+
+    Args:
+        recorded: The versions on record.
 
     Raises:
         InputError: The model has weights that are not finite.
     """
     try:
-        return weights_from(0, trainer.policy())
+        return _version_of(trainer, 0, recorded.get(0))
     except NotFiniteError as error:
         raise InputError("model.path", str(error), "Give another model") from error
 
@@ -204,15 +219,15 @@ def compare_with_files(folder: Path, files: ModelFiles, policy: PolicyWeights) -
     """
     if not files.shapes:
         return ()  # pickles, which generators refuse
-    for name, bits in policy.bits.items():
-        if (stored := files.shapes.get(name)) != list(bits.shape):
+    for name, _, shape, _ in policy.entries:
+        if (stored := files.shapes.get(name)) != list(shape):
             raise InputError(
                 "model.path",
-                f"the learner's model has {name} of shape {list(bits.shape)}, and the weights in {folder} have "
+                f"the learner's model has {name} of shape {list(shape)}, and the weights in {folder} have "
                 f"{f'shape {stored}' if stored else 'no tensor of this name'}, so no generator could take its updates",
                 "Save the model again: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)",
             )
-    if not (left_over := sorted(files.shapes.keys() - policy.bits.keys())):
+    if not (left_over := sorted(files.shapes.keys() - {entry.name for entry in policy.entries})):
         return ()
     log.info("tensors_left_over", names=left_over)
     more = ", ..." if len(left_over) > _NUM_NAMED else ""
@@ -308,15 +323,14 @@ def replay_step(
     else:
         assembler.replay(rows)
     if step in run_dir.left_out:
-        weights = weights_from(step, trainer.policy())
-        digest = digest_like(weights, recorded or original)
-        run_dir.append_version(step, digest, weights.dtype)
-        log.info("step_left_out", step=step, digest=digest[:12])
+        weights = _version_of(trainer, step, recorded or original)
+        run_dir.append_version(step, weights.digest_on_record, weights.dtype)
+        log.info("step_left_out", step=step, digest=weights.digest_on_record[:12])
         return weights
     trained = trainer.train(step, rows, run_dir.not_applied(step), hyperparameters)
-    weights = weights_from(step, trainer.policy())
+    weights = _version_of(trainer, step, recorded or original)
     run_dir.append_not_applied(step, map(asdict, trained.not_applied))
-    digest = digest_like(weights, recorded or original)
+    digest = weights.digest_on_record
     same = recorded is None or recorded.digest == digest
     if recorded is not None and not same and recorded.dtype == weights.dtype:
         log.warning("replay_differs", step=step, recorded=recorded.digest, digest=digest)

@@ -12,12 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from torch import Tensor
-
 from gspo.learner.assembly.rows import Row
 from gspo.learner.push.shifts import LearnerShifts
 from gspo.learner.storage.durable_files import DiskSpace
-from gspo.learner.training.trainer_api import Hyperparameters, TrainerApi, TrainResult
+from gspo.learner.training.trainer_api import Hyperparameters, MakeVersion, TrainerApi, TrainResult
 
 T = TypeVar("T")
 # Within the time after which a silent rank is given up.
@@ -63,10 +61,10 @@ class TrainerThread:
         await self._shifts.begin(f"step {step}")
         return await self._call(lambda: self._trainer.train(step, rows, (), hyperparameters))
 
-    async def policy(self) -> dict[str, Tensor]:
-        """A copy of the weights in the generators' dtype, in host memory."""
+    async def begin_version(self, version: int) -> MakeVersion:
+        """Copy the weights in the generators' dtype to host memory; the result makes their version, in any thread."""
         await self._shifts.begin("making a version")
-        return await self._call(lambda: self._trainer.policy(is_reused=self._keeps_copies))
+        return await self._call(lambda: self._trainer.begin_version(version, "", is_reused=self._keeps_copies))
 
     async def write(self, subject: str, function: Callable[[TrainerApi], T]) -> T:
         """Call a function that writes to the run directory, again and again until the disk has space for it.
@@ -77,6 +75,10 @@ class TrainerThread:
             subject: Named in the message while it waits.
         """
         await self._shifts.begin(subject)
+        return await self.write_copies(subject, function)
+
+    async def write_copies(self, subject: str, function: Callable[[TrainerApi], T]) -> T:
+        """Call a function as `write` does that needs no states of training."""
         return await self._call(self._retried(subject, partial(function, self._trainer)))
 
     async def write_overlapped(self, subject: str, function: Callable[[], None]) -> None:

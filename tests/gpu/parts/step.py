@@ -20,7 +20,7 @@ from gspo.common.model.trained_parameters import trained_size
 from gspo.common.planning.longest import fitting_micro_batch, needs_checkpointing
 from gspo.common.planning.memory import RankMemory, rank_memory, reserved_bytes
 from gspo.learner.model.profile import profile
-from gspo.learner.push.policy_weights import PACKING_THREADS, PolicyWeights, WeightUpdate, weights_from
+from gspo.learner.push.policy_weights import PACKING_THREADS, PolicyWeights, WeightUpdate
 from gspo.learner.training.trainer import Trainer
 from tests.gpu.catalogue import PARTS
 from tests.gpu.learner_calls import learner_config, random_rows
@@ -154,10 +154,10 @@ def _judge_speed(case: PartRun, training: TrainingCase, trainer: Trainer, flops_
 def _copy_policy(case: PartRun, trainer: Trainer) -> PolicyWeights:
     """The policy as the publisher takes it; the memory of its copy is kept for the next one."""
     began = time.monotonic()
-    tensors = trainer.engine.policy(is_reused=True)
+    make = trainer.engine.begin_version(0, "", is_reused=True)
     copied_s = time.monotonic() - began
     began = time.monotonic()
-    policy = weights_from(0, tensors)
+    policy = make()
     case.note(copy_s=copied_s, digest_s=time.monotonic() - began, policy_gib=policy.num_bytes / GIB)
     case.measure(to_host_bytes_s=policy.num_bytes / copied_s)
     return policy

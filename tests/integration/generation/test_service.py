@@ -29,7 +29,7 @@ from gspo.common.streams.instances import Instance, list_instances, wait_for_ins
 from gspo.common.streams.keys import Keys
 from gspo.common.streams.redis_client import connect_redis
 from gspo.common.streams.saved_states import DONE
-from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
+from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, push_header, weights_from
 from gspo.learner.push.replicas import GeneratorReplica, PushFailedError
 from gspo_proto.generation_pb2 import (
     DescribeRequest,
@@ -129,7 +129,7 @@ async def push(
     running: RunningGenerator, policy: PolicyWeights, base: PolicyWeights | None = None, epoch: int = 1
 ) -> PushResult:
     update = WeightUpdate(policy, base)
-    header = update.header(running.config.name, epoch, "")
+    header = push_header(update.target, update.base, run=running.config.name, epoch=epoch, learner="")
     async with open_channel(running.instance.grpc) as channel:
         replica = GeneratorReplica(running.instance, channel, ())
         result, _ = await replica.push(header, aiter(update), limit_s=60, on_sent=lambda: None)
@@ -197,7 +197,7 @@ async def test_pushes_take_hold_or_change_nothing(running: RunningGenerator) -> 
     with pytest.raises(PushFailedError) as wrong_base:
         await push(running, policy_of(model, 3), base=first)
     assert wrong_base.value.status == grpc.StatusCode.FAILED_PRECONDITION
-    broken = PolicyWeights(4, first.digest, "float32", second.bits)
+    broken = replace(second, version=4, digest=first.digest)
     with pytest.raises(PushFailedError) as wrong_digest:
         await push(running, broken)
     assert wrong_digest.value.status == grpc.StatusCode.DATA_LOSS

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import distributed
 
 from gspo.common.config.schema import Config
+from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.training.trainer import Trainer
 from tests.support.training import figure_cases
 from tests.support.training.rollout_rows import make_config, make_rows, train, with_sets, with_version
@@ -159,6 +160,7 @@ def main() -> None:
             save_file(gone_on, out / f"{name}-gone-on.safetensors")
         trainer, figures, vector = run_case(model, learner)
         exact = {f"weights.{key}": value for key, value in trainer.engine.policy().items()}
+        shared = trainer.engine.begin_version(STEP, "", is_reused=True)()
         trainer.engine.save(out / name, {})
         not_applied = updates_not_applied(model, trainer)
         after = trainer.engine.policy()
@@ -171,6 +173,8 @@ def main() -> None:
             same = all(torch.equal(after[key], repeated[key]) for key in after)
             facts = {"figures": figures, "not_applied": not_applied, "same_after_a_resume_and_a_move": same}
             facts |= {"cards": trainer.engine.gpus, "moved_bytes": moved}
+            whole = weights_from(STEP, {key: exact[f"weights.{key}"] for key in after})
+            facts |= {"digests": [whole.digest, shared.digest], "owned": list(shared.bits)}
             (out / f"{name}.json").write_text(json.dumps(facts))
             save_file({"gradient": vector, **exact}, out / f"{name}.safetensors")
 

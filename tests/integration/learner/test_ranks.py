@@ -26,6 +26,7 @@ from gspo.learner.storage.step_log import StepLog
 from gspo.learner.training.trainer import Trainer
 from gspo.runlog.run_log import RunLog
 from gspo_proto.rollout_pb2 import Event, Finished
+from tests.support.push_peers import PushTarget, generator
 from tests.support.service_process import log_events, registered, service_process, wait_exit
 from tests.support.training.learner_feed import LearnerFeed, lines, run_of
 from tests.support.training.rollout_rows import train
@@ -85,6 +86,12 @@ async def end(redis: Redis, keys: Keys, feeder: LearnerFeed, process: subprocess
     assert await asyncio.to_thread(wait_exit, process, 60) == 0
 
 
+async def until_served(serving: PushTarget, config: Config, version: int) -> None:
+    async with asyncio.timeout(120):
+        while serving.serves not in [(version, it["digest"]) for it in lines(config, "policy.jsonl")]:
+            await asyncio.sleep(0.05)
+
+
 def of_two_ranks(tmp_path: Path, zero_stage: int, loss: str = OWN_LOSS) -> Config:
     path = tmp_path / "mine.py"
     path.write_text(loss)
@@ -97,7 +104,15 @@ def of_two_ranks(tmp_path: Path, zero_stage: int, loss: str = OWN_LOSS) -> Confi
 async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path, zero_stage: int
 ) -> None:
-    config, feeder = of_two_ranks(tmp_path, zero_stage), LearnerFeed(redis, keys)
+    """Each rank sends the generator what it owns."""
+    config = of_two_ranks(tmp_path, zero_stage)
+    async with generator(config, redis_url, model=Path(config.model.path)) as serving:
+        await train_and_kill(config, redis, keys, redis_url, serving)
+    assert {len(header.sources) for header in serving.headers} == {1}
+
+
+async def train_and_kill(config: Config, redis: Redis, keys: Keys, redis_url: str, serving: PushTarget) -> None:
+    feeder = LearnerFeed(redis, keys)
     with service_process("learner", config, redis_url) as first:
         await registered(first, redis, keys, "learner")
         await feeder.feed(range(4), 0)
@@ -107,6 +122,7 @@ async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
         assert (calls_of(processes[0], redis_port) > 0, calls_of(processes[1], redis_port)) == (True, 0)
         await feeder.feed(range(4, 8), 1)
         await feeder.event("step_done", num=2)
+        await until_served(serving, config, 2)
         processes[1].send_signal(signal.SIGKILL)
         assert await asyncio.to_thread(wait_exit, first, 60) != 0
         assert not psutil.pid_exists(processes[0].pid)
@@ -116,6 +132,7 @@ async def test_two_ranks_train_a_run_and_a_killed_one_costs_nothing(
 
     with service_process("learner", config, redis_url, "--resume") as second:
         await feeder.feed(range(8, 12), 2)
+        await until_served(serving, config, 3)
         await end(redis, keys, feeder, second)
     # The replay on two ranks made the same bits: no version was recorded anew.
     assert lines(config, "policy.jsonl")[:3] == recorded

@@ -103,6 +103,15 @@ def test_two_ranks_make_the_gradient_of_one(
         assert measured[name] == pytest.approx(value, rel=1e-4, abs=1e-7), name
 
 
+@pytest.mark.parametrize("case", nightly_cases(CASES))
+def test_the_shares_of_two_ranks_are_the_version_of_one(results: Path, case: str) -> None:
+    facts = json.loads((results / f"{case}.json").read_text())
+    whole, shared = facts["digests"]
+    assert shared == whole
+    weights = load_file(results / f"{case}.safetensors").keys() - {"gradient"}
+    assert 0 < len(facts["owned"]) < len(weights)
+
+
 @pytest.fixture(scope="module")
 def on_cards(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of two ranks on a device that refuses a mix of devices."""

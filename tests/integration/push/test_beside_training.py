@@ -19,6 +19,7 @@ import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
+from benchmarks.simulated import trainer as simulated_trainer
 from benchmarks.simulated.settings import Settings
 from benchmarks.simulated.trainer import SimulatedTrainer
 from gspo.common.config.schema import Config
@@ -26,7 +27,7 @@ from gspo.common.streams.events import Events
 from gspo.common.streams.keys import Keys
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.app import run_learner
-from gspo.learner.push import copy_memory, version_pipeline
+from gspo.learner.push import copy_memory
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.recovery import recover
 from gspo.learner.storage.run_directory import RunDir
@@ -59,8 +60,8 @@ class InstantTrainer(SimulatedTrainer):
             return trained
         return TrainResult(trained.metrics, (UpdateNotApplied(0, 0, "the loss is nan"),))
 
-    def policy(self, *, is_reused: bool = False) -> dict[str, Any]:
-        tensors = super().policy(is_reused=is_reused)
+    def policy(self) -> dict[str, Any]:
+        tensors = super().policy()
         if self.begun and self.begun[-1] == self.spoiled:
             next(iter(tensors.values()))[0] = math.inf
         return tensors
@@ -71,13 +72,13 @@ class StoppedMaking:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits, self.may_go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr(version_pipeline, "weights_from", self)
+        monkeypatch.setattr(simulated_trainer, "weights_from", self)
 
-    def __call__(self, version: int, tensors: dict[str, Any]) -> PolicyWeights:
+    def __call__(self, version: int, tensors: dict[str, Any], recorded: str = "") -> PolicyWeights:
         if version == 1:
             self.waits.set()
             assert self.may_go_on.wait(30.0)
-        return weights_from(version, tensors)
+        return weights_from(version, tensors, recorded)
 
 
 @asynccontextmanager

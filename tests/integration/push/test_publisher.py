@@ -21,14 +21,21 @@ from gspo.common.telemetry import metrics
 from gspo.common.weights.changes import pack_changes
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo.learner.push import policy_weights, replicas
-from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
+from gspo.learner.push.policy_weights import PolicyWeights, push_header
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
+from tests.support import push_peers
 from tests.support.push_peers import generator, learner, policy, run_config, serve
 from tests.support.service_process import make_run
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
 value = metrics.BY_SERVICE["learner"].get_sample_value
+
+
+@pytest.fixture(params=[push_peers.ONE_RANK, push_peers.THREE_RANKS], ids=["one rank", "three ranks"], autouse=True)
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it with the ranks of a larger learner too, which serve the tensors that they own."""
+    monkeypatch.setattr(push_peers, "OWNED", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +60,7 @@ async def sent_to(address: str, frames: AsyncIterator[WeightFrame], timeout_s: f
 
 
 def header_of(version: PolicyWeights, *, epoch: int, learner: str) -> WeightFrame:
-    return WeightFrame(header=WeightUpdate(version).header("test", epoch, learner))
+    return WeightFrame(header=push_header(version.facts, None, run="test", epoch=epoch, learner=learner))
 
 
 async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_joins(
@@ -62,14 +69,14 @@ async def test_changes_go_to_who_has_the_version_before_and_everything_to_who_jo
     config = run_config(tmp_path, make_run)
     async with generator(config, redis_url, gpus={"GPU-1": "A"}) as first, learner(config, redis_url) as learning:
         for version in (3, 4):
-            learning.publisher.publish(policy(version))
+            await learning.publish(policy(version))
             await learning.until(partial(serve, [first], policy(version)))
         assert [bool(header.base_digest) for header in first.headers] == [False, True]
         # In the middle of the run; the name and the process id are the first one's, as in two containers.
         async with generator(config, redis_url, gpus={"GPU-1": "A", "GPU-2": "B"}) as second:
             await learning.until(lambda: serve([second], policy(4)))
             assert learning.publisher.generator_gpus == {"GPU-1": "A", "GPU-2": "B"}
-            learning.publisher.publish(policy(5))
+            await learning.publish(policy(5))
             await learning.until(lambda: serve([first, second], policy(5)))
             await learning.until(lambda: learning.states() == ["current", "current"])
             assert [bool(header.base_digest) for header in second.headers] == [False, True]
@@ -94,16 +101,16 @@ async def test_a_generator_that_is_some_versions_behind_gets_their_changes_each_
         generator(config, redis_url, "generation-1") as quick,
         learner(config, redis_url) as learning,
     ):
-        learning.publisher.publish(policy(1))
+        await learning.publish(policy(1))
         await learning.until(lambda: serve([slow, quick], policy(1)))
         await learning.until(lambda: learning.states() == ["current", "current"])
         slow.engine.refusing = True
         for version in (2, 3):
-            learning.publisher.publish(policy(version))
+            await learning.publish(policy(version))
             await learning.until(partial(serve, [quick], policy(version)))
         # Its next push brings version 4: of the two before it has neither.
         slow.engine.refusing = False
-        learning.publisher.publish(policy(4))
+        await learning.publish(policy(4))
         await learning.until(lambda: serve([slow, quick], policy(4)))
     # It may have asked for version 3 again before version 4 was published.
     assert any(header.base_digest == policy(1).digest and header.version > 2 for header in slow.headers)
@@ -122,9 +129,9 @@ async def test_a_generator_that_misses_its_deadline_holds_nobody_up_and_is_asked
         learner(config, redis_url) as learning,
     ):
         slow.engine.load_s = 1.5
-        learning.publisher.publish(policy(1))
+        await learning.publish(policy(1))
         await learning.until(lambda: serve([quick], policy(1)))
-        learning.publisher.publish(policy(2))
+        await learning.publish(policy(2))
         await learning.until(lambda: serve([quick], policy(2)))
         assert slow.serves == (0, policy(0).digest)
         # Its load continues after the call has ended, and the loaded version is the base of the next changes.
@@ -150,7 +157,7 @@ async def test_a_push_that_never_answers_is_given_up_where_nothing_moves(
     monkeypatch.setattr(Receiver, "receive", no_answer)
     config = run_config(tmp_path, make_run, push_timeout_s=50.0)
     async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
-        learning.publisher.publish(policy(1))
+        await learning.publish(policy(1))
         await silent.wait()
         assert serve([only], policy(1)) and not only.servicer.facts()["takes_weights"]
         assert only.servicer.facts()["num_frames"] == len(policy(1).bits)
@@ -169,7 +176,7 @@ async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redi
     ):
         bad.corrupt = flipped
         for version in (1, 2):
-            learning.publisher.publish(policy(version))
+            await learning.publish(policy(version))
             await learning.until(partial(serve, [good], policy(version)))
         await learning.until(lambda: learning.states() == ["current", "out"])
         assert bad.serves == (0, policy(0).digest)
@@ -193,7 +200,7 @@ async def test_where_every_engine_refuses_the_learner_says_so(redis: Redis, redi
         assert learning.publisher.problem() == "no generator is registered"
         async with generator(config, redis_url) as only:
             only.engine.refusing = True
-            learning.publisher.publish(policy(1))
+            await learning.publish(policy(1))
             await learning.until(lambda: learning.states() == ["out"])
             assert only.serves == (0, policy(0).digest)
             problem = learning.publisher.problem()
@@ -206,18 +213,18 @@ async def test_where_every_engine_refuses_the_learner_says_so(redis: Redis, redi
 async def test_a_newer_learner_takes_over_and_the_older_one_ends(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, make_run)
     async with generator(config, redis_url) as only, learner(config, redis_url, epoch=1) as old:
-        old.publisher.publish(policy(1))
+        await old.publish(policy(1))
         await old.until(lambda: serve([only], policy(1)))
         async with learner(config, redis_url, epoch=2) as new:
-            new.publisher.publish(policy(5))
+            await new.publish(policy(5))
             await new.until(lambda: serve([only], policy(5)))
-            old.publisher.publish(policy(2))
+            await old.publish(policy(2))
             with pytest.raises(InputError, match=r"another learner has taken over the run 'test'.*epoch 2"):
                 await old.until(lambda: False)
             assert serve([only], policy(5))
         # A second learner of the same epoch, as of another run directory of the same name.
         async with learner(config, redis_url, epoch=2) as second:
-            second.publisher.publish(policy(6))
+            await second.publish(policy(6))
             with pytest.raises(InputError, match="another learner has taken over"):
                 await second.until(lambda: False)
         assert serve([only], policy(5))
@@ -236,7 +243,7 @@ async def test_what_an_older_learner_was_sending_ends_when_a_newer_one_speaks(
         stuck = asyncio.create_task(sent_to(only.address, for_ever(), timeout_s=50.0))
         while not only.headers:
             await asyncio.sleep(0.01)
-        new.publisher.publish(policy(1))
+        await new.publish(policy(1))
         await new.until(lambda: serve([only], policy(1)))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stuck
@@ -257,7 +264,7 @@ async def test_an_admitted_push_of_an_older_learner_ends_too(redis: Redis, redis
     async with generator(config, redis_url) as only, learner(config, redis_url, epoch=2) as new:
         stuck = asyncio.create_task(only.servicer._receiver.receive(header_alone(), slow_go_ahead, 50.0))
         await admitted.wait()
-        new.publisher.publish(policy(1))
+        await new.publish(policy(1))
         await new.until(lambda: serve([only], policy(1)))
         with pytest.raises(PushRefusedError, match=r"accepts learner .* of epoch 2"):
             await stuck
@@ -297,7 +304,7 @@ async def test_a_push_that_stalls_ends_at_the_generator_too(redis: Redis, redis_
             await only.servicer._receiver.receive(stalling(), admitted, 0.1)
         # It is free for the next one at once.
         async with learner(config, redis_url, epoch=2) as learning:
-            learning.publisher.publish(policy(1))
+            await learning.publish(policy(1))
             await learning.until(lambda: serve([only], policy(1)), 5.0)
         with pytest.raises(grpc.aio.AioRpcError, match="a push needs a deadline"):
             await sent_to(only.address, stalling(), timeout_s=None)
@@ -309,8 +316,8 @@ async def test_frames_that_cannot_be_made_end_the_learner_with_the_reason(
     config = run_config(tmp_path, make_run)
     monkeypatch.setattr("gspo.learner.push.policy_weights.pack_changes", lambda *_: 1 / 0)
     async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
-        learning.publisher.publish(policy(1))
+        await learning.publish(policy(1))
         await learning.until(lambda: serve([only], policy(1)))
-        learning.publisher.publish(policy(2))
+        await learning.publish(policy(2))
         with pytest.raises(ZeroDivisionError):
             await learning.until(lambda: False)

@@ -8,21 +8,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from redis.asyncio import Redis
 
 from gspo.common.telemetry.metrics import PUSH_FAILURES
 from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push import replicas
-from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
+from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
 from gspo_proto.generation_pb2 import PushResult
+from tests.support import push_peers
 from tests.support.push_peers import PublishingLearner, generator, learner, policy, run_config, serve
 from tests.support.service_process import make_run
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
+
+
+RANKS = [pytest.param(push_peers.ONE_RANK, marks=pytest.mark.long), [("a", "c"), ("b",)]]
+
+
+@pytest.fixture(params=RANKS, ids=["one rank", "two ranks"], autouse=True)
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it with the ranks of a larger learner too, which serve the tensors that they own."""
+    monkeypatch.setattr(push_peers, "OWNED", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +59,7 @@ async def test_an_answer_that_names_other_weights_makes_nothing_live(
     async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
         for wrong in (PushResult(version=1, digest=policy(2).digest), PushResult(version=0, digest=policy(1).digest)):
             only.answer = wrong
-            learning.publisher.publish(policy(1))
+            await learning.publish(policy(1))
             reason = f"the generator answers that it serves version {wrong.version} with digest {wrong.digest[:12]}"
             await learning.until(partial(is_problem, learning, reason))
             assert learning.live == []
@@ -62,10 +74,11 @@ async def test_whole_pushes_that_are_due_together_come_through(
 ) -> None:
     """Six generators, and a deadline of twice a single push: sent all at once, each would take six times as long."""
     config = run_config(tmp_path, make_run)
-    monkeypatch.setattr("gspo.learner.push.publisher.WeightUpdate", FramesOfOneLink)
+    for sender in ("push.publisher", "shares.share_server"):
+        monkeypatch.setattr(f"gspo.learner.{sender}.WeightUpdate", FramesOfOneLink)
     async with learner(config, redis_url) as learning, contextlib.AsyncExitStack() as running:
         first = await running.enter_async_context(generator(config, redis_url))
-        learning.publisher.publish(policy(3))
+        await learning.publish(policy(3))
         await learning.until(lambda: serve([first], policy(3)) and bool(learning.live))
         deadline_s = 2 * learning.live[0].push_s
         monkeypatch.setattr(TimeLimit, "seconds", lambda *_: deadline_s)
@@ -104,7 +117,7 @@ async def test_tensors_that_the_architecture_ignores_are_no_mismatch(
     async with generator(config, redis_url, ignored=more) as only, learner(config, redis_url) as learning:
         assert only.serves != (0, policy(0).digest)
         for version in (0, 1, 2):
-            learning.publisher.publish(policy(version))
+            await learning.publish(policy(version))
             await learning.until(partial(serve, [only], policy(version)))
         assert [bool(header.base_digest) for header in only.headers] == [False, True, True]
 
@@ -113,7 +126,7 @@ async def test_a_tensor_that_the_generator_does_not_have_is_refused_by_name(
     redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:
     config = run_config(tmp_path, make_run)
-    bits = policy(1).bits
+    bits = {name: torch.from_numpy(it).view(torch.bfloat16) for name, it in policy(1).bits.items()}
     cases = (
         ({"a": bits["a"], "c": bits["b"]}, "no tensor 'c' in this model", True),
         # It may be damage on the way: the next push may be whole.
@@ -123,7 +136,7 @@ async def test_a_tensor_that_the_generator_does_not_have_is_refused_by_name(
     async with generator(config, redis_url) as only:
         for epoch, (tensors, reason, is_final) in enumerate(cases, 1):
             async with learner(config, redis_url, epoch) as learning:
-                learning.publisher.publish(PolicyWeights(1, policy(1).digest, "bfloat16", tensors))
+                await learning.publish(replace(weights_from(1, tensors), digest=policy(1).digest))
                 await learning.until(partial(is_described, learning, reason))
                 assert (reason in learning.publisher.refusal) is is_final
         assert only.serves == (0, policy(0).digest)
@@ -139,17 +152,17 @@ async def test_a_learner_that_resumes_while_every_engine_is_paused_gets_through(
         async with learner(config, redis_url) as dying:
             for peer in both:
                 peer.engine.may_load.clear()
-            dying.publisher.publish(policy(3))
+            await dying.publish(policy(3))
             await dying.until(lambda: all(peer.engine.loading.is_set() for peer in both))
         async with learner(config, redis_url, epoch=2) as resumed:
             # It starts from its newest checkpoint, one version before the version in the engine's load.
-            resumed.publisher.publish(policy(2))
+            await resumed.publish(policy(2))
             await resumed.until(lambda: len(first.headers) == 2)
             assert first.serves == (0, policy(0).digest)
             for peer in both:
                 peer.engine.may_load.set()
             await resumed.until(lambda: serve(both, policy(2)))
-            resumed.publisher.publish(policy(3))
+            await resumed.publish(policy(3))
             await resumed.until(lambda: serve(both, policy(3)))
             await resumed.until(lambda: [live.version for live in resumed.live] == [2, 3])
 
@@ -161,12 +174,12 @@ async def test_a_generator_that_is_started_again_in_the_middle_of_a_pause_gets_e
     async with learner(config, redis_url) as learning:
         async with generator(config, redis_url, "generation-0") as dying:
             dying.engine.may_load.clear()
-            learning.publisher.publish(policy(1))
+            await learning.publish(policy(1))
             await learning.until(dying.engine.loading.is_set)
         # The same name, another process: what it holds is the model folder again.
         async with generator(config, redis_url, "generation-0") as again:
             await learning.until(lambda: serve([again], policy(1)))
-            learning.publisher.publish(policy(2))
+            await learning.publish(policy(2))
             await learning.until(lambda: serve([again], policy(2)))
             assert [bool(header.base_digest) for header in again.headers] == [False, True]
             await learning.until(lambda: [live.version for live in learning.live] == [1, 2])

@@ -27,7 +27,7 @@ from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import INSTANCE_TTL_S
 from gspo.generation.shared_gpus import gpus_of
 from gspo.learner.push import shifts
-from gspo.learner.push.policy_weights import WeightUpdate
+from gspo.learner.push.policy_weights import WeightUpdate, push_header
 from gspo.learner.push.shifts import ShiftStoppedError
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
@@ -120,7 +120,9 @@ async def test_a_push_in_the_learners_shift_is_refused_and_wakes_nobody(
         update = WeightUpdate(policy(1))
 
         async def frames() -> AsyncIterator[WeightFrame]:
-            yield WeightFrame(header=update.header("test", 1, learning.service.uid))
+            yield WeightFrame(
+                header=push_header(update.target, None, run="test", epoch=1, learner=learning.service.uid)
+            )
             async for frame in update:
                 yield WeightFrame.FromString(frame)
 

@@ -122,6 +122,10 @@ async def test_with_several_sources_the_best_version_has_the_best_weighted_mean(
     assert run_dir.scores({"a": 3.0, "b": 1.0}) == pytest.approx({0: 0.6, 2: 0.5875, 4: 0.325})
 
 
+def alone(_version: int, _folder: Path) -> None:
+    """There are no other ranks."""
+
+
 def recorded_versions(run_dir: RunDir, last: int) -> None:
     for version in range(last + 1):
         run_dir.append_version(version, policy(version).digest, policy(version).dtype)
@@ -131,7 +135,7 @@ async def test_a_version_whose_evaluation_was_stopped_is_served_again_until_it_i
     recorded_versions(run_dir, 3)
     stopped = held_out(run_dir)
     await stopped.record(done(2, "a"))
-    stopped.keep_unmeasured(policy(2))
+    stopped.keep_unmeasured(policy(2), alone)
     kept = run_dir.path / "candidates" / "unmeasured-000002"
     assert kept.is_dir()
     resumed = held_out(run_dir)
@@ -147,7 +151,7 @@ async def test_the_candidate_of_a_version_that_was_never_measured_is_served_and_
     recorded_versions(run_dir, 5)
     gate = held_out(run_dir, keep_best="a/sampled_mean")
     for version in (2, 4):
-        held_out(run_dir).keep_unmeasured(policy(version))
+        held_out(run_dir).keep_unmeasured(policy(version), alone)
         (run_dir.path / "candidates" / f"unmeasured-{version:06d}").rename(candidate_folder(run_dir.path, version))
     unmeasured = gate.begin(policy(5))
     assert unmeasured is not None and unmeasured.version == 4
@@ -156,7 +160,7 @@ async def test_the_candidate_of_a_version_that_was_never_measured_is_served_and_
 
 async def test_where_the_weights_are_gone_the_newest_version_is_measured_and_may_be_kept(run_dir: RunDir) -> None:
     recorded_versions(run_dir, 3)
-    held_out(run_dir).keep_unmeasured(policy(2))
+    held_out(run_dir).keep_unmeasured(policy(2), alone)
     run_dir.append_version(2, "of another machine", "bfloat16")
     gate = held_out(run_dir, keep_best="a/sampled_mean")
     assert gate.begin(policy(3)) is None

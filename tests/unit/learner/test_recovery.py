@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.model.files import read_model_files
 from gspo.common.telemetry.activity import Activity
-from gspo.common.weights.manifest import PREFIX, digest_of_kind
+from gspo.common.weights.manifest import PREFIX, digest_of_before, entries_of_before
 from gspo.learner.assembly.rows import Row, row_from_scored
 from gspo.learner.push import policy_weights
-from gspo.learner.push.policy_weights import weights_from
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.recovery import RecoveredState, compare_with_files, recover
 from gspo.learner.replay.replayer import make_steps
 from gspo.learner.storage.run_directory import RunDir
@@ -74,7 +73,7 @@ def config(tmp_path: Path) -> Config:
 def train_run(config: Config, run: RunDir, scored: Any, *, steps: int, checkpoints: Collection[int]) -> None:
     """As the loop does: log, train, record the version, and now and then a checkpoint."""
     maker = RecordingTrainer(config, config.run_dir.parent / "model", run.path)
-    run.append_version(0, weights_from(0, maker.policy()).digest, "float32")
+    run.append_version(0, maker.begin_version(0, "", is_reused=False)().digest, "float32")
     for step in range(1, steps + 1):
         rows = [replace(row_from_scored(scored(step)), step=step)]
         run.write_step(step, rows)
@@ -86,7 +85,7 @@ def train_run(config: Config, run: RunDir, scored: Any, *, steps: int, checkpoin
 
 
 def record_version(run: RunDir, step: int, maker: Any, used: Hyperparameters) -> None:
-    policy = weights_from(step, maker.policy())
+    policy = maker.begin_version(step, "", is_reused=False)()
     run.append_version(step, policy.digest, policy.dtype, asdict(used))
 
 
@@ -118,7 +117,7 @@ def test_the_weights_it_hands_on_are_those_on_record(config: Config, scored: Mak
         train_run(config, run, scored, steps=2, checkpoints=(2,))
         resumed = recovered(config, run)
         assert (resumed.weights.version, list(recording(resumed).not_applied)) == (2, []), "a step was replayed"
-        assert resumed.weights.digest == run.versions[2].digest == weights_from(2, resumed.trainer.policy()).digest
+        assert resumed.weights.digest == run.versions[2].digest == version_of(resumed, 2).digest
 
 
 def test_a_run_of_before_resumes_and_replays_under_its_own_kind_of_digest(
@@ -129,7 +128,8 @@ def test_a_run_of_before_resumes_and_replays_under_its_own_kind_of_digest(
     with RunDir(config.run_dir) as run:
         with monkeypatch.context() as before:
             # Such runs recorded the SHA-256 of all bytes.
-            before.setattr(policy_weights, "policy_digest", partial(digest_of_kind, "of SHA-256"))
+            before.setattr(policy_weights, "entries_of", entries_of_before)
+            before.setattr(policy_weights, "manifest_digest", digest_of_before)
             train_run(config, run, scored, steps=3, checkpoints=(1,))
         for file in (config.run_dir / "log").glob("step-*"):
             (folder / "log" / file.name).write_bytes(file.read_bytes())
@@ -195,7 +195,7 @@ def test_a_second_resume_of_the_same_checkpoint_repeats_the_first_and_what_came_
     with RunDir(config.run_dir) as run:
         second = recovered(config, run)
         assert (second.weights.version, list(recording(second).not_applied)) == (4, [2, 3, 4])
-        assert weights_from(4, second.trainer.policy()).digest == recorded[4].digest
+        assert version_of(second, 4).digest == recorded[4].digest
         assert run.versions == recorded
         assert contents(run.checkpoints.path(1)) == files
         assert run.settlements.ranges() == [(1, 4)]
@@ -338,10 +338,14 @@ def test_a_replay_makes_token_records_that_a_kill_prevented(tmp_path: Path) -> N
         assert not path.exists()
 
 
+def version_of(state: RecoveredState, version: int) -> PolicyWeights:
+    return state.trainer.begin_version(version, "", is_reused=False)()
+
+
 def test_a_version_that_is_not_finite_is_refused_wherever_one_is_made(config: Config, scored: MakeScored) -> None:
     class NonFiniteTrainer(RecordingTrainer):
-        def policy(self, *, is_reused: bool = False) -> Any:
-            tensors = super().policy(is_reused=is_reused)
+        def policy(self) -> Any:
+            tensors = super().policy()
             next(iter(tensors.values()))[0] = math.inf
             return tensors
 

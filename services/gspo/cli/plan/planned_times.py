@@ -92,9 +92,11 @@ def times_of(
         shift = seconds(2 * choice.rank.states, rates["to_host_bytes_s"])
     concurrency, token, generation = _sampling(choice, profile, lengths, gpu, rates)
     low, high = (share * policy * choice.replicas for share in (CHANGED_SHARE.low, CHANGED_SHARE.high))
-    send = seconds(policy, rates["pack_bytes_s"], _PACKING) + seconds(policy, rates["stage_bytes_s"])
+    # Each rank copies and packs the layers that it owns.
+    own = policy / choice.ranks
+    send = seconds(own, rates["pack_bytes_s"], _PACKING) + seconds(policy, rates["stage_bytes_s"])
     send += SecondsRange(low / rates["wire_bytes_s"].high, high / rates["wire_bytes_s"].low)
-    make, load = seconds(policy, rates["to_host_bytes_s"]), seconds(policy / choice.parallel, rates["load_bytes_s"])
+    make, load = seconds(own, rates["to_host_bytes_s"]), seconds(policy / choice.parallel, rates["load_bytes_s"])
     training = products + offload
     sampling = generation
     if choice.on_same_gpus and config.staleness.max_lag:  # without a lag the two alternate in any case

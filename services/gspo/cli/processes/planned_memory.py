@@ -182,7 +182,7 @@ def _in_host_memory(config: Config, processes: list[str], model: PlannedModel) -
     """All ranks of the learner together, with the policies that it keeps for pushes."""
     ranks, num_parameters = max(1, config.learner.ranks), model.size.num_parameters
     rank = rank_of(config, model, on_gpu=False)
-    kept = snapshot_bytes(config, model.size) + published_bytes(config, num_parameters)
+    kept = snapshot_bytes(config, model.size) + published_bytes(config, num_parameters, ranks, ranks)
     learner = ProcessMemory(
         (rank.weights + rank.reference + rank.teacher) * ranks + rank.offloaded * ranks + kept,
         (rank.gradients + max(rank.buckets, rank.update)) * ranks,

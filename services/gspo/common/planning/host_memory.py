@@ -22,7 +22,7 @@ class HostMemory:
     Attributes:
         ranks: What its ranks offload, on shared GPUs all their states; or the model while it loads, if that is more.
             The first rank's host also has an earlier version of the trained weights.
-        published: Policies that the first rank keeps for pushes.
+        published: The layers of policies that its ranks keep for pushes.
         staged: Policies that its generators keep: the served and the next one.
         processes: Programs and libraries.
     """
@@ -43,7 +43,7 @@ def host_memory(config: Config, size: TrainedSize, *, ranks: int, ranks_here: in
     has_ranks = ranks_here > 0
     return HostMemory(
         ranks=learner_host_bytes(config, size, ranks, ranks_here, on_gpu=True) if has_ranks else 0.0,
-        published=published_bytes(config, size.num_parameters) if has_ranks else 0.0,
+        published=published_bytes(config, size.num_parameters, ranks, ranks_here),
         staged=staged_bytes(config, size.num_parameters) * generators_here,
         processes=PROCESSES_GIB * GIB,
     )

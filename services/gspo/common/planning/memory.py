@@ -32,7 +32,7 @@ FUSED_ROWS = 4096
 _BLOCK_ROWS = 256
 # Of the activations that a compiled layer keeps for its backward pass: 0.55 on one GPU, of a Qwen3-0.6B.
 _COMPILED_SHARE = 0.65
-# Policies that the learner keeps for pushes: the newest, the next while it is made, one that is still packed or sent.
+# Policies that the ranks share and keep for pushes: the newest, the next while it is made, one still packed or sent.
 _PUBLISHED = 3
 # Policies in the host memory of a generator with a GPU: the served one and the next one.
 _STAGED = 2
@@ -294,9 +294,14 @@ def policy_bytes(config: Config, num_parameters: int) -> float:
     return num_parameters * DTYPE_BYTES[config.generation.dtype]
 
 
-def published_bytes(config: Config, num_parameters: int) -> float:
-    """Bytes of the policies that the first rank keeps in host memory for pushes."""
-    return _PUBLISHED * policy_bytes(config, num_parameters)
+def published_bytes(config: Config, num_parameters: int, ranks: int, ranks_here: int) -> float:
+    """Bytes of the policies that ranks keep in host memory for pushes, each the layers that it owns.
+
+    Args:
+        ranks: Those of the whole learner.
+        ranks_here: Those that are counted.
+    """
+    return _PUBLISHED * policy_bytes(config, num_parameters) * ranks_here / ranks
 
 
 def staged_bytes(config: Config, num_parameters: int) -> float:

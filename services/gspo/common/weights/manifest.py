@@ -37,6 +37,11 @@ class ManifestEntry(NamedTuple):
     fingerprint: str
 
 
+def is_of_before(recorded: str) -> bool:
+    """Whether a digest on record is of the kind that has no manifest."""
+    return bool(recorded) and not recorded.startswith(PREFIX)
+
+
 def manifest_digest(entries: Iterable[ManifestEntry]) -> str:
     """The digest of a manifest: its prefix, and the SHA-256 of the sorted lines `name dtype shape fingerprint`.
 
@@ -44,6 +49,11 @@ def manifest_digest(entries: Iterable[ManifestEntry]) -> str:
         ValueError: A name comes twice.
     """
     return PREFIX + _lines_digest(list(entries))
+
+
+def digest_of_before(entries: Iterable[ManifestEntry]) -> str:
+    """The digest that runs of before recorded, of entries with SHA-256; otherwise as `manifest_digest`."""
+    return _lines_digest(list(entries))
 
 
 def policy_digest(tensors: Iterable[NamedTensor]) -> str:
@@ -55,14 +65,17 @@ def policy_digest(tensors: Iterable[NamedTensor]) -> str:
     Raises:
         ValueError: A name comes twice.
     """
-    return manifest_digest(_entries(tensors, lambda data: str(fingerprint(np.frombuffer(_bytes(data), np.uint8)))))
+    return manifest_digest(entries_of(tensors))
 
 
-def digest_of_kind(recorded: str, tensors: Iterable[NamedTensor]) -> str:
-    """The digest of a whole policy, of the kind of a digest on record; of a manifest's if that is empty."""
-    if not recorded or recorded.startswith(PREFIX):
-        return policy_digest(tensors)
-    return _lines_digest(_entries(tensors, lambda data: hashlib.sha256(_bytes(data)).hexdigest()))
+def entries_of(tensors: Iterable[NamedTensor]) -> list[ManifestEntry]:
+    """The manifest of these tensors."""
+    return _entries(tensors, lambda data: str(fingerprint(np.frombuffer(_bytes(data), np.uint8))))
+
+
+def entries_of_before(tensors: Iterable[NamedTensor]) -> list[ManifestEntry]:
+    """Entries with the SHA-256 of each tensor."""
+    return _entries(tensors, lambda data: hashlib.sha256(_bytes(data)).hexdigest())
 
 
 def _bytes(data: TensorBytes) -> memoryview:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from gspo.common.host.durable_write import apply_umask
 from gspo.learner.push.host_copies import HostCopies
+from gspo.learner.shares.owners import owners
 
 if TYPE_CHECKING:
     from gspo.learner.model.adapters import Adapters
@@ -53,24 +55,28 @@ def checkpoint_tensors(
     adapters: Adapters | None = None,
     *,
     whole: Whole = nullcontext,
-    kept: bool = True,
+    place: int = 0,
+    num_owners: int = 1,
     is_reused: bool = False,
 ) -> dict[str, Tensor]:
-    """Every weight under the name that a checkpoint gives it, tied ones once, as contiguous copies in host memory.
+    """The weights that a rank owns under the names of a checkpoint, tied ones once: contiguous copies in host memory.
 
     Adapters are merged in, in their own dtype and before anything is rounded. A mixture's experts are taken apart on
     the device, a layer at a time, and copied once.
 
     Args:
         whole: Entered for one layer after another, on every rank in the same order.
-        kept: False on a rank that only takes part in the gathering; it gets an empty result.
+        place: This rank's place among those that own layers; -1 takes part in the gathering alone, for an empty result.
+        num_owners: Ranks that share the layers; one owns every weight.
         is_reused: Whether the memory of the copies is kept for later ones, when nothing refers to it any more.
     """
     layers = _layers(_policy_weights(causal_lm, adapters))
-    num_elements = sum(_num_elements(weight) for layer in layers for weight in layer.values()) if kept else 0
+    sizes = [sum(map(_num_elements, layer.values())) for layer in layers]
+    is_own = [owner == place for owner in owners(sizes, num_owners)]
+    num_elements = sum(compress(sizes, is_own))
     named: dict[str, Tensor] = {}
-    with copies.begin(num_elements, is_reused=is_reused) as host_copy:
-        for layer in layers:
+    with copies.begin(num_elements, is_reused=is_reused and num_elements > 0) as host_copy:
+        for layer, kept in zip(layers, is_own, strict=True):
             with whole([part for weight in layer.values() for part in weight.parts]):
                 if kept:
                     values = {name: weight.value() for name, weight in layer.items()}

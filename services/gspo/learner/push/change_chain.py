@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
 from gspo.learner.push.policy_weights import UpdateKind, WeightUpdate
-from gspo_proto.generation_pb2 import PushHeader
 
 # Of a policy's bytes; more changes than that come near to a push of every element.
 _MOST_KEPT_SHARE = 0.25
@@ -21,20 +20,14 @@ class ChainedChanges:
 
     Attributes:
         target: The version that it brings.
-        base_digest: That of the version that the receiver has.
+        base: The version that the receiver has.
     """
 
     kind: UpdateKind = "changes"
 
     def __init__(self, links: Sequence[WeightUpdate]) -> None:
         self._links = links
-        self.target, self.base_digest = links[-1].target, links[0].base_digest
-
-    def header(self, run: str, epoch: int, learner: str) -> PushHeader:
-        """Its header, from a learner of this epoch of a run."""
-        header = self._links[-1].header(run, epoch, learner)
-        header.base_digest = self.base_digest
-        return header
+        self.target, self.base = links[-1].target, links[0].base
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for link in self._links:
@@ -51,7 +44,8 @@ class ChangeChain:
 
     def __init__(self, max_length: int) -> None:
         self._links: deque[WeightUpdate] = deque(maxlen=max_length)
-        self._num_bytes: dict[str, int] = {}
+        # By version.
+        self._num_bytes: dict[int, int] = {}
         self._packing: list[asyncio.Task[None]] = []
 
     def add(self, changes: WeightUpdate) -> None:
@@ -62,9 +56,17 @@ class ChangeChain:
     def update_from(self, digest: str) -> ChainedChanges | None:
         """The changes from this version to the newest one; None if not all of them are kept."""
         for number, link in enumerate(self._links):
-            if link.base_digest == digest:
+            if link.base and link.base.digest == digest:
                 return ChainedChanges(list(self._links)[number:])
         return None
+
+    def between(self, base_version: int, version: int) -> ChainedChanges | None:
+        """The changes from one version to a later one, by their numbers; None if not all of them are kept."""
+        links = [link for link in self._links if base_version < link.target.version <= version]
+        if not links or links[-1].target.version != version:
+            return None
+        base = links[0].base
+        return ChainedChanges(links) if base and base.version == base_version else None
 
     def forget_packed(self) -> None:
         """Forget the packing that is over.
@@ -88,12 +90,12 @@ class ChangeChain:
             packing.cancel()
 
     async def _pack(self, changes: WeightUpdate) -> None:
-        self._num_bytes[changes.target.digest] = await changes.pack()
-        most = _MOST_KEPT_SHARE * changes.target.num_bytes
+        self._num_bytes[changes.target.version] = await changes.pack()
+        most = _MOST_KEPT_SHARE * changes.own_bytes
         while len(self._links) > 1 and sum(map(self._bytes_of, self._links)) > most:
             self._links.popleft()
-        kept = {link.target.digest for link in self._links}
-        self._num_bytes = {digest: num for digest, num in self._num_bytes.items() if digest in kept}
+        kept = {link.target.version for link in self._links}
+        self._num_bytes = {version: num for version, num in self._num_bytes.items() if version in kept}
 
     def _bytes_of(self, link: WeightUpdate) -> int:
-        return self._num_bytes.get(link.target.digest, 0)
+        return self._num_bytes.get(link.target.version, 0)

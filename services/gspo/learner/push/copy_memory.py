@@ -13,6 +13,7 @@ from gspo.common.config.schema import Config
 from gspo.common.host.machine import GIB, free_memory, visible_gpus
 from gspo.common.model.files import ModelFiles
 from gspo.common.model.trained_parameters import trained_size
+from gspo.common.network.credentials import is_loopback
 from gspo.common.planning.memory import checkpoint_bytes, learner_host_bytes, published_bytes
 from gspo.learner.ranks.launcher import num_ranks, num_ranks_here
 
@@ -23,13 +24,18 @@ class CopyMemory:
     """The host memory of the first rank's machine, as the learner finds it at its start.
 
     Activations on a CPU are not counted: they depend on the model's code.
+
+    Args:
+        host: The address that the learner listens on.
     """
 
-    def __init__(self, config: Config, files: ModelFiles) -> None:
+    def __init__(self, config: Config, files: ModelFiles, host: str) -> None:
         ranks, ranks_here = num_ranks(config), num_ranks_here(config)
         size = trained_size(config, files)
         self._training = learner_host_bytes(config, size, ranks, ranks_here, on_gpu=bool(visible_gpus()))
-        self._policies = published_bytes(config, files.num_parameters)
+        # On loopback, generators reach the ranks of this machine alone, which then own all layers.
+        owners = ranks_here if is_loopback(host) else ranks
+        self._policies = published_bytes(config, files.num_parameters, owners, ranks_here)
         self._checkpoint = checkpoint_bytes(config, size, ranks, ranks_here)
         self._is_shared, self._available = config.placement == "shared", free_memory()
 

@@ -30,7 +30,7 @@ from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
-from gspo.learner.push.policy_weights import PolicyFacts, PolicyWeights, UpdateKind, WeightUpdate
+from gspo.learner.push.policy_weights import PolicyFacts, PolicyWeights, UpdateKind, WeightUpdate, push_header
 from gspo.learner.push.push_account import PushAccount
 from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica, PushFailedError
 from gspo.learner.push.shifts import LearnerShifts
@@ -237,18 +237,20 @@ class Publisher:
             update = self._update_for(replica)
             if update is None or update.kind != kind or self._has(replica, update.target) or self._shifts.has_gpus:
                 return  # While it waited, another push became due, or none: the next look begins it.
-            target, base_digest = update.target, update.base_digest
+            target, base = update.target, update.base
             began_s, num_bytes = time.monotonic(), target.num_bytes
             limit_s = self._queue.limit_s(kind, num_bytes, replica.num_failures)
-            header = update.header(self._service.config.name, self._epoch, self._learner)
+            run = self._service.config.name
+            header = push_header(target, base, run=run, epoch=self._epoch, learner=self._learner)
             frames = aiter(update)
             # While the generator loads, nothing here may keep the memory of a version that is no longer the newest.
             del update
             try:
                 result, num_sent = await replica.push(header, frames, limit_s=limit_s, on_sent=release_slot)
             except PushFailedError as failure:
-                await self._note_failure(replica, target, base_digest, failure)
+                await self._note_failure(replica, target, base, failure)
                 return
+        num_sent += result.pulled_bytes
         self._note_awake(replica)
         duration_s = time.monotonic() - began_s
         self._queue.limits[kind].record(num_bytes, duration_s)
@@ -259,7 +261,7 @@ class Publisher:
         await self._note_served(replica, target, result, num_sent)
 
     async def _note_failure(
-        self, replica: GeneratorReplica, target: PolicyFacts, base_digest: str, failure: PushFailedError
+        self, replica: GeneratorReplica, target: PolicyFacts, base: PolicyFacts | None, failure: PushFailedError
     ) -> None:
         """Ask the generator for its version: its answer may have been lost, or it is another process by now."""
         reason = str(failure)
@@ -273,8 +275,11 @@ class Publisher:
         await self._refresh(replica)
         if self._has(replica, target):
             return  # It took the version, and only its answer was lost.
-        if base_digest and replica.digest != base_digest:
+        if base and replica.digest != base.digest:
             return  # It has lost the version that the changes are to: another push is due at once.
+        is_newest = self._full is not None and target == self._full.target
+        if failure.status is grpc.StatusCode.ABORTED and not is_newest:
+            return  # Another rank had newer versions alone: their push is due.
         if replica.fail(reason, refuses=failure.status is grpc.StatusCode.INVALID_ARGUMENT):
             log.error("generator_out", generator=replica.name, num_failures=replica.num_failures, reason=reason)
 

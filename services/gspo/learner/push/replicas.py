@@ -113,6 +113,7 @@ class GeneratorReplica:
         Args:
             frames: Each as the bytes of a WeightFrame, which are written once for all generators.
             on_sent: Called when nothing more is sent, whether the push failed or the generator now stages and loads.
+                Other ranks are about done then, since their shares have about as many bytes.
 
         Raises:
             PushFailedError: The generator refused the version, or does not serve it in time.

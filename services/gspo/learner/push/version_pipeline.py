@@ -21,16 +21,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import TypeAlias
 
-from torch import Tensor
-
 from gspo.common.service.failure import in_step
 from gspo.common.telemetry import metrics
 from gspo.learner.assembly.assembler import Batch
-from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.publisher import Publisher
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.trainer_thread import TrainerThread
-from gspo.learner.training.trainer_api import Hyperparameters
+from gspo.learner.training.trainer_api import Hyperparameters, MakeVersion
 
 # A version on record, and the seconds in which it was made beside training.
 Made: TypeAlias = tuple[PolicyWeights, float]
@@ -89,7 +87,8 @@ class VersionPipeline:
         """
         # Then there is memory for a copy: of the earlier versions only the newest is still whole.
         await self._publisher.wait_until_packed()
-        making = self._make(step, await self._trainer.policy(), hyperparameters, is_awaited=is_awaited)
+        make = await self._trainer.begin_version(step)
+        making = self._make(step, make, hyperparameters, is_awaited=is_awaited)
         self._making = asyncio.create_task(making)
         if is_awaited:
             await self._making
@@ -114,16 +113,14 @@ class VersionPipeline:
         if self._finishing is not None:
             self._finishing.cancel()
 
-    async def _make(
-        self, step: int, tensors: dict[str, Tensor], hyperparameters: Hyperparameters, *, is_awaited: bool
-    ) -> Made:
+    async def _make(self, step: int, make: MakeVersion, hyperparameters: Hyperparameters, *, is_awaited: bool) -> Made:
         """Record the version of a copy.
 
         Raises:
             NotFiniteError: It has weights that are not finite; there is no record of it.
         """
         began = time.monotonic()
-        weights = await asyncio.to_thread(weights_from, step, tensors)
+        weights = await asyncio.to_thread(make)
         await asyncio.to_thread(
             self._run_dir.append_version, step, weights.digest, weights.dtype, asdict(hyperparameters)
         )

@@ -1,4 +1,4 @@
-"""The process group of the learner's ranks: joining it, sums over it, and bytes from rank zero to the others.
+"""The process group of the learner's ranks: joining it, sums over it, bytes from rank zero to the others, and back.
 
 Every wait for another rank ends after learner.rank_timeout_s.
 """
@@ -127,6 +127,29 @@ def gather_bytes(message: bytes, device: torch.device) -> list[bytes]:
     gathered = [torch.empty_like(own, device=device) for _ in range(distributed.get_world_size())]
     distributed.all_gather(gathered, own.to(device))
     return [part.cpu().numpy().tobytes().rstrip(b"\0") for part in gathered]
+
+
+class RankGather:
+    """Bytes of any length from every rank to rank zero, beside collectives of other threads. All create it at once."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """The message of every rank, in their order; empty on other ranks than zero.
+
+        Raises:
+            RanksError: Another rank has ended, or is silent.
+        """
+        num_ranks = distributed.get_world_size()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks)]
+        with rank_errors(self._timeout_s):
+            distributed.all_gather(lengths, torch.tensor([len(message)]), group=self._group)
+            own = torch.frombuffer(bytearray(message.ljust(max(1, *map(int, lengths)), b"\0")), dtype=torch.uint8)
+            parts = [torch.empty_like(own) for _ in range(num_ranks)] if distributed.get_rank() == 0 else None
+            distributed.gather(own, parts, group=self._group)
+        return [part.numpy().tobytes()[: int(length)] for part, length in zip(parts or [], lengths, strict=False)]
 
 
 class RankBroadcast:

@@ -19,7 +19,7 @@ from gspo.common.config.schema import Config
 from gspo.common.telemetry.activity import Activity
 from gspo.learner.assembly.assembler import Assembler
 from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.recovery import digest_like, hyperparameters_of, initial_weights, replay_step, restore
+from gspo.learner.recovery import hyperparameters_of, initial_weights, replay_step, restore
 from gspo.learner.storage.durable_files import DiskSpace
 from gspo.learner.storage.run_directory import PolicyVersion, RunDir
 from gspo.learner.training.trainer_api import StartTrainer, TrainerApi
@@ -60,10 +60,9 @@ def make_steps(
         for version in read_own_records(folder / REPLAYED_VERSIONS, PolicyVersion.model_validate).records
     }
     with RunDir(folder, DiskSpace(activity, is_stopped)) as run_dir:
-        trainer, assembler, weights, _ = restore(config, model, run_dir, activity, start)
-        weights = weights or initial_weights(trainer)
-        digest = digest_like(weights, recorded.get(weights.version))
-        run_dir.append_version(weights.version, digest, weights.dtype)
+        trainer, assembler, weights, _ = restore(config, model, run_dir, activity, start, recorded)
+        weights = weights or initial_weights(trainer, recorded)
+        run_dir.append_version(weights.version, weights.digest_on_record, weights.dtype)
         saved = weights.version
         for step in run_dir.steps_to_replay(after=weights.version):
             if step > last or is_stopped():

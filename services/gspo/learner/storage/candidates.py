@@ -7,22 +7,24 @@ a stop ended.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TypeAlias
 
 import structlog
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from gspo.common.errors import InputError
 from gspo.common.model.files import weight_files
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.shares.rank_share import write_tensors
 from gspo.learner.storage.durable_files import temporary
 from gspo.learner.training.trainer_api import NotFiniteError
 
 CANDIDATES = "candidates"
 _MODEL, _WEIGHTS = "step", "unmeasured"
+WriteShare: TypeAlias = Callable[[int, Path], None]
 log = structlog.get_logger()
 
 
@@ -31,17 +33,20 @@ def candidate_folder(run_dir: Path, version: int) -> Path:
     return run_dir / CANDIDATES / f"{_MODEL}-{version:06d}"
 
 
-def save_unmeasured(run_dir: Path, weights: PolicyWeights) -> None:
-    """Keep the weights of a version, whole or not at all, unless its whole model is kept."""
+def save_unmeasured(run_dir: Path, weights: PolicyWeights, write_share: WriteShare) -> None:
+    """Keep the weights of a version, whole or not at all, unless its whole model is kept.
+
+    Args:
+        write_share: Writes the tensors of a version that other ranks own.
+    """
     folder = _unmeasured_folder(run_dir, weights.version)
     if folder.exists() or candidate_folder(run_dir, weights.version).exists():
         return
-    dtype = getattr(torch, weights.dtype)
-    tensors = {name: torch.from_numpy(bits).view(dtype) for name, bits in weights.bits.items()}
     unfinished = temporary(folder)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    save_file(tensors, unfinished / "model.safetensors")
+    write_tensors(weights, unfinished, 0)
+    write_share(weights.version, unfinished)
     unfinished.rename(folder)
 
 
@@ -52,11 +57,11 @@ def read_unmeasured(run_dir: Path, version: int, digest: str) -> PolicyWeights |
             continue
         try:
             tensors = {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
-            weights = weights_from(version, tensors)
+            weights = weights_from(version, tensors, digest)
         except (OSError, SafetensorError, InputError, NotFiniteError, ValueError) as error:
             log.warning("unmeasured_version_lost", version=version, folder=str(folder), reason=str(error))
             continue
-        if weights.digest_like(digest) == digest:
+        if weights.digest_on_record == digest:
             return weights
         log.warning("unmeasured_version_lost", version=version, folder=str(folder), reason="it has another digest")
     return None

@@ -46,12 +46,12 @@ class RankPart:
         replace_file(_note(folder, self._rank), json.dumps(self._sizes).encode())
 
 
-class PartWriter:
-    """The thread in which a rank other than zero writes its parts."""
+class BesideThread:
+    """The thread in which a rank other than zero writes its parts beside training, or makes its shares of versions."""
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._working: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -59,14 +59,19 @@ class PartWriter:
     def __exit__(self, *exc_info: object) -> None:
         self._executor.shutdown()
 
-    def begin(self, write: Callable[[], None]) -> None:
-        """Begin to write a part; the one before is on the disk, or rank zero would ask for no other."""
-        self._writing = self._executor.submit(write)
+    def begin(self, work: Callable[[], object]) -> None:
+        """Begin some work; the one before is over, or rank zero would ask for no other."""
+        self._working = self._executor.submit(_without_result, work)
 
     def raise_error(self) -> None:
-        """Raise what ended the writing, if anything did."""
-        if self._writing is not None and self._writing.done():
-            self._writing.result()
+        """Raise what ended the work, if anything did."""
+        if self._working is not None and self._working.done():
+            self._working.result()
+
+
+def _without_result(work: Callable[[], object]) -> None:
+    # A future would keep it.
+    work()
 
 
 def wait_for_parts(folder: Path, num_ranks: int, timeout_s: float, is_given_up: Callable[[], bool]) -> None:

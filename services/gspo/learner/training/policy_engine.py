@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,15 @@ from gspo.learner.push.host_copies import HostCopies, lock_no_more_than_needed
 from gspo.learner.ranks.launcher import cores_per_rank, num_local_ranks
 from gspo.learner.ranks.process_group import join, set_deadlines, sum_over_ranks
 from gspo.learner.ranks.sequence_ranks import SequenceRanks
+from gspo.learner.shares.rank_share import RankShare
+from gspo.learner.shares.share_server import ShareServer
 from gspo.learner.storage.checkpoint_parts import RankPart, wait_for_parts
 from gspo.learner.storage.training_states import StatesFile, WeightRange, WrittenStates, copy_shares
 from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import own_fraction
 from gspo.learner.training.host_states import HostStates
 from gspo.learner.training.rank_gpus import gather_gpus
-from gspo.learner.training.trainer_api import Hyperparameters, WriteCheckpoint
+from gspo.learner.training.trainer_api import Hyperparameters, MakeVersion, WriteCheckpoint
 
 # DeepSpeed's configuration of a frozen model, where its weights are spread.
 _FROZEN = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -74,9 +77,12 @@ class PolicyEngine:
         routers: Those of a mixture whose experts are replayed; else None.
         teacher: The teacher that this process loads; else None.
         gpus: Each rank's GPU -> its peak flop/s, or None where that is unknown.
+
+    Args:
+        server: Serves this rank's share of each version; None on rank zero, and where nothing is pushed.
     """
 
-    def __init__(self, config: Config, model_folder: Path) -> None:
+    def __init__(self, config: Config, model_folder: Path, server: ShareServer | None = None) -> None:
         self._config, self._folder = config, model_folder
         self.threads = config.learner.threads or cores_per_rank(num_local_ranks())
         torch.set_num_threads(self.threads)
@@ -107,6 +113,7 @@ class PolicyEngine:
         frozen = [self._reference_model, self.teacher and self.teacher.model]
         self._states = HostStates([self.deepspeed, *frozen], self.device)
         self._copies = HostCopies(self.device, getattr(torch, config.generation.dtype))
+        self._share = RankShare(self.device, config.learner.rank_timeout_s, server)
         self.gpus = gather_gpus(
             self.device, getattr(torch, config.learner.dtype), self.threads, int(os.environ["LOCAL_RANK"])
         )
@@ -117,22 +124,42 @@ class PolicyEngine:
         # Last: the trials at the start compare two ways to attend, and TF32 would blur them.
         _allow_tf32(config, self.device, [self.model, *frozen])
 
-    def policy(self, *, is_reused: bool = False) -> dict[str, Tensor]:
+    def policy(self) -> dict[str, Tensor]:
         """The weights in the generators' dtype, by checkpoint names, tied ones once: contiguous copies in host memory.
 
         Empty on every rank but rank zero. The ranks gather one layer at a time, so that no rank's device ever holds
         the whole policy.
+        """
+        return self._tensors(0 if self.rank == 0 else -1, num_owners=1)
+
+    def begin_version(self, version: int, recorded: str, *, is_reused: bool) -> MakeVersion:
+        """Copy the layers that this rank owns, in the generators' dtype; otherwise as `policy`.
 
         Args:
+            recorded: The digest on record for this version; empty without one.
             is_reused: Whether the memory is kept for a later call, once nothing refers to it any more.
+
+        Returns:
+            Makes the version from the shares of all ranks, in any thread and beside training. Each rank calls it.
         """
+        self._share.forget_older()
+        tensors = self._tensors(self._share.place, self._share.num_owners, is_reused=is_reused)
+        return partial(self._share.make, version, tensors, recorded)
+
+    def write_share(self, version: int, folder: Path) -> None:
+        """Write this rank's tensors of one of the last two versions; rank zero has its own where it needs them."""
+        self._share.write(version, folder)
+        distributed.barrier()
+
+    def _tensors(self, place: int, num_owners: int, *, is_reused: bool = False) -> dict[str, Tensor]:
         return checkpoint_tensors(
             self.model.causal_lm,
             self._copies,
             self.model.adapters,
             whole=self._whole,
-            kept=self.rank == 0,
-            is_reused=is_reused and self.rank == 0,
+            place=place,
+            num_owners=num_owners,
+            is_reused=is_reused,
         )
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:

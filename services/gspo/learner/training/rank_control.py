@@ -27,7 +27,8 @@ from gspo.learner.assembly.rows import from_table, to_table
 from gspo.learner.objective.loss_file import with_kept_loss
 from gspo.learner.ranks.out_of_memory import ShortageRecords
 from gspo.learner.ranks.process_group import RankBroadcast, rank_errors
-from gspo.learner.storage.checkpoint_parts import PartWriter
+from gspo.learner.shares.share_server import ShareServer
+from gspo.learner.storage.checkpoint_parts import BesideThread
 from gspo.learner.training.trainer import Trainer
 from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainerApi
 
@@ -35,7 +36,7 @@ log = structlog.get_logger()
 _CLOSE, _HEARTBEAT = "close", "rank_heartbeat"
 _MOVE_TO_HOST, _MOVE_TO_DEVICE = "move_to_host", "move_to_device"
 # Calls that touch no state of training.
-_WITHOUT_STATES = (_CLOSE, _HEARTBEAT, _MOVE_TO_HOST, _MOVE_TO_DEVICE)
+_WITHOUT_STATES = (_CLOSE, _HEARTBEAT, _MOVE_TO_HOST, _MOVE_TO_DEVICE, "write_share")
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
@@ -69,7 +70,8 @@ class RankZero:
             self._broadcast = RankBroadcast(self._timeout_s) if distributed.get_world_size() > 1 else None
 
     train = _on_all_ranks(TrainerApi.train)
-    policy = _on_all_ranks(TrainerApi.policy)
+    begin_version = _on_all_ranks(TrainerApi.begin_version)
+    write_share = _on_all_ranks(TrainerApi.write_share)
     save = _on_all_ranks(TrainerApi.save)
     begin_save = _on_all_ranks(TrainerApi.begin_save)
     load = _on_all_ranks(TrainerApi.load)
@@ -107,8 +109,11 @@ class RankZero:
         return result
 
 
-def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
+def follow_rank_zero(config: Config, model: Path, run_dir: Path, server: ShareServer | None = None) -> None:
     """Make every call of the trainer that rank zero makes, until it says that this is the end.
+
+    Args:
+        server: Serves this rank's share of each version; None where nothing is pushed.
 
     Raises:
         RanksError: Another rank has ended or is silent.
@@ -116,14 +121,20 @@ def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
         OSError: This rank could not write its part of a checkpoint.
     """
     shortages = ShortageRecords(run_dir)
-    with shortages.recording(), rank_errors(config.learner.rank_timeout_s), PartWriter() as parts:
-        trainer = Trainer(with_kept_loss(config, run_dir), model)
+    with (
+        shortages.recording(),
+        rank_errors(config.learner.rank_timeout_s),
+        BesideThread("checkpoint") as parts,
+        BesideThread("version") as versions,
+    ):
+        trainer = Trainer(with_kept_loss(config, run_dir), model, server)
         broadcast = RankBroadcast(config.learner.rank_timeout_s)
         log.info("rank_ready", rank=distributed.get_rank(), num_ranks=distributed.get_world_size())
         name = ""
         while name != _CLOSE:
             name, arguments = _decoded(broadcast.exchange(), run_dir)
             parts.raise_error()
+            versions.raise_error()
             try:
                 with in_step(arguments["step"]) if "step" in arguments else nullcontext():
                     result = _make(trainer, broadcast, name, arguments)
@@ -133,6 +144,10 @@ def follow_rank_zero(config: Config, model: Path, run_dir: Path) -> None:
                 continue
             if name == "begin_save":
                 parts.begin(partial(result, lambda: False))
+            if name == "begin_version":
+                versions.begin(result)
+            # Its copies are free when the version is.
+            del result
 
 
 def _make(trainer: Trainer, broadcast: RankBroadcast | None, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -158,6 +173,8 @@ def _encoded(name: str, arguments: Mapping[str, Any], run_dir: Path) -> bytes:
                 return asdict(value)
             case Mapping():
                 return dict(value)
+            case str():
+                return value
             case Collection():
                 return sorted(value)
         return value

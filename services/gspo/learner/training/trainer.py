@@ -27,6 +27,7 @@ from gspo.learner.model.routing_replay import RoutingReplay
 from gspo.learner.objective.figures import AT_END, AT_START, at_weights, compared_stats
 from gspo.learner.objective.objective import OLD, Objective, StepTargets
 from gspo.learner.ranks.process_group import sum_stats
+from gspo.learner.shares.share_server import ShareServer
 from gspo.learner.training.mismatch_probe import MismatchProbe
 from gspo.learner.training.observers import FlopCount, TokenRecorder
 from gspo.learner.training.passes import RankPasses, scorers_of
@@ -62,8 +63,8 @@ class Trainer:
         engine: The policy's weights and optimizer.
     """
 
-    def __init__(self, config: Config, model_folder: Path) -> None:
-        self._config, self.engine = config, PolicyEngine(config, model_folder)
+    def __init__(self, config: Config, model_folder: Path, server: ShareServer | None = None) -> None:
+        self._config, self.engine = config, PolicyEngine(config, model_folder, server)
         self._passes = RankPasses(config, self.engine)
         # After the engine, which waits for rank zero: rank zero copies a user's loss into the run directory before.
         self._objective = Objective(config.algorithm, config.teacher)

@@ -9,17 +9,20 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from gspo.common.config.engines import LearnerConfig
 from gspo.common.config.loading import key_value
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row, TokenRecord
 
+if TYPE_CHECKING:
+    from gspo.learner.push.policy_weights import PolicyWeights
+
 # Writes a checkpoint's files from copies and waits for those of other ranks, until its argument says to give up.
 WriteCheckpoint: TypeAlias = Callable[[Callable[[], bool]], None]
+# Makes a version from the copies of all ranks. Every rank calls its own once, and they wait for one another.
+MakeVersion: TypeAlias = "Callable[[], PolicyWeights]"
 
 
 # A step that ran out of memory counts for later ones only under the same values.
@@ -102,8 +105,11 @@ class TrainerApi(Protocol):
     ) -> TrainResult:
         """Train the policy of version step - 1."""
 
-    def policy(self, *, is_reused: bool = False) -> dict[str, Tensor]:
-        """A copy of the weights in the generators' dtype."""
+    def begin_version(self, version: int, recorded: str, *, is_reused: bool) -> MakeVersion:
+        """Copy the weights in the generators' dtype, each rank its share; the result makes their version."""
+
+    def write_share(self, version: int, folder: Path) -> None:
+        """Write the tensors of a version that other ranks than zero own."""
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write a checkpoint's files."""

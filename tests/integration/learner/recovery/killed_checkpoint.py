@@ -15,7 +15,6 @@ from pathlib import Path
 from torch import distributed
 
 from gspo.common.config.schema import Config
-from gspo.learner.push.policy_weights import weights_from
 from gspo.learner.ranks.launcher import own_rank
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.storage.training_states import StatesFile
@@ -47,7 +46,7 @@ def train(config: Config, model: Path, run: RunDir, trainer: RankZero, step: int
     rows = [replace(row, group=row.group + 8 * step) for row in make_rows(model, step=step)]
     run.write_step(step, rows)
     trainer.train(step, rows, (), configured_hyperparameters(config, step))
-    weights = weights_from(step, trainer.policy())
+    weights = trainer.begin_version(step, "", is_reused=False)()
     run.append_version(step, weights.digest, weights.dtype)
 
 

@@ -69,10 +69,17 @@ def test_a_choice_fits_the_gpus_and_divides_the_work(num_gpus: int) -> None:
     ],
 )
 def test_the_rules_choose(model: str, num_gpus: int, context: int, expected: tuple[object, ...]) -> None:
-    choice = fitting(machine_of(num_gpus, host_gib=4096), config_of(context), model)
+    choice = fitting(machine_of(num_gpus), config_of(context), model)
     learner = choice.config.learner
     saving = (learner.zero_stage, learner.offload, learner.sequence_ranks)
     assert (choice.ranks, choice.replicas, choice.parallel, *saving) == expected
+
+
+def test_235_b_fit_64_gpus_of_141_gb_with_hosts_of_2_tib() -> None:
+    """Each rank keeps the versions of the layers that it owns: no host has whole policies beside its states."""
+    choice = fitting(machine_of(64, gib=131), config_of(16_384), "Qwen3-235B-A22B")
+    assert (choice.ranks, choice.config.learner.offload) == (32, "optimizer")
+    assert choice.host.published < 3 * 470e9 / 3
 
 
 @pytest.mark.parametrize(("gib", "checkpoints"), [(80, False), (24, True)])

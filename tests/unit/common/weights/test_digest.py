@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from gspo.common.weights.fingerprint import fingerprint
-from gspo.common.weights.manifest import digest_of_kind, policy_digest
+from gspo.common.weights.manifest import (
+    digest_of_before,
+    entries_of,
+    entries_of_before,
+    is_of_before,
+    manifest_digest,
+    policy_digest,
+)
 
 A = ("a.weight", "float32", (2,), np.array([1.0, -2.0], np.float32))
 B = ("b.weight", "bfloat16", (1, 1), np.array([[0x3F80]], np.uint16))  # 1.0 in bfloat16
@@ -26,10 +33,11 @@ def test_the_digest_is_that_of_the_sorted_lines_of_the_manifest() -> None:
 
 
 def test_a_digest_on_record_says_which_kind_it_is() -> None:
-    assert digest_of_kind(SHA_256, [B, A]) == digest_of_kind("another of that kind", [A, B]) == SHA_256
-    assert digest_of_kind("", [A, B]) == digest_of_kind("lin64:another", [A, B]) == policy_digest([A, B])
+    assert [is_of_before(digest) for digest in (SHA_256, policy_digest([A, B]), "")] == [True, False, False]
+    assert digest_of_before(entries_of_before([B, A])) == SHA_256
+    assert manifest_digest([*entries_of([B]), *entries_of([A])]) == policy_digest([A, B])
     empty = ("a", "float32", (0, 3), np.zeros((0, 3), np.float32))
-    assert digest_of_kind(SHA_256, [empty]) != digest_of_kind(SHA_256, [])
+    assert digest_of_before(entries_of_before([empty])) != digest_of_before([])
 
 
 @pytest.mark.parametrize(

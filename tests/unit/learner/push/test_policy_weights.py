@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +17,21 @@ from gspo.common.weights import manifest
 from gspo.common.weights.changes import Packed, pack_changes
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.learner.push import policy_weights
-from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
+from gspo.learner.push.policy_weights import (
+    PolicyWeights,
+    RankManifest,
+    WeightUpdate,
+    joined,
+    own_weights,
+    rank_manifest,
+    weights_from,
+)
+from gspo.learner.training.trainer_api import NotFiniteError
 from gspo_proto.generation_pb2 import TensorFrame, WeightFrame
 
 SHAPES = {"a": (40, 30), "b": (7,), "c": (5, 5)}
+# A digest on record of runs of before.
+SHA_256 = 64 * "0"
 
 
 def policy(
@@ -138,3 +151,24 @@ async def test_packed_changes_need_none_of_their_policies() -> None:
             await asyncio.sleep(0.01)
     assert [frame async for frame in update] == ahead
     assert num_bytes == sum(map(len, ahead))
+
+
+def test_the_shares_of_all_ranks_are_the_version_that_one_rank_makes() -> None:
+    chance = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=chance).bfloat16() for name, shape in SHAPES.items()}
+    owned = [{"a": tensors["a"]}, {}, {"b": tensors["b"], "c": tensors["c"]}]
+    lines = [rank_manifest(share, SHA_256, f"rank-{rank}" * bool(rank)).to_bytes() for rank, share in enumerate(owned)]
+    own, whole = own_weights(3, owned[0]), weights_from(3, tensors, SHA_256)
+    shared = joined(3, own, [RankManifest.from_bytes(line) for line in lines])
+    assert shared.facts == replace(whole.facts, sources=("rank-2",)), "a rank that owns nothing is asked for nothing"
+    assert {entry.name: entry for entry in shared.entries} == {entry.name: entry for entry in whole.entries}
+    assert list(shared.bits) == ["a"]
+    assert shared.digest_on_record == whole.digest_on_record != shared.digest
+    assert weights_from(3, tensors).digest_on_record == shared.digest
+    assert own_weights(3, {}).num_bytes == 0
+
+
+def test_a_weight_of_any_rank_that_is_not_finite_refuses_the_version() -> None:
+    good, bad = {"a": torch.ones(2)}, {"b": torch.tensor([1.0, math.nan]), "c": torch.ones(1)}
+    with pytest.raises(NotFiniteError, match=r"version 2 is not published: 1 of 3 of its tensors .* first b\. Lower"):
+        joined(2, own_weights(2, good), [rank_manifest(good), rank_manifest(bad)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gspo.learner.storage.checkpoint_parts import GivenUpError, PartWriter, RankPart, wait_for_parts
+from gspo.learner.storage.checkpoint_parts import BesideThread, GivenUpError, RankPart, wait_for_parts
 from gspo.learner.storage.training_states import StatesFile
 
 _NAMES = ("rank-00001-0000.safetensors", "rank-00001-0001.safetensors")
@@ -69,7 +69,7 @@ def test_a_rank_ends_with_the_error_of_its_write() -> None:
     def refuse() -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    with PartWriter() as parts:
+    with BesideThread("checkpoint") as parts:
         parts.raise_error()
         parts.begin(refuse)
     with pytest.raises(OSError, match="Input/output error"):
