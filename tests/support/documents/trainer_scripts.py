@@ -1,8 +1,9 @@
 """The keys of the GSPO scripts of three trainers, with their values; paths and names are left out.
 
-TRL's is examples/scripts/gspo.py, without the options of ModelConfig, and without max_prompt_length, which version 1.16
-lacks. verl's is examples/gspo_trainer/run_qwen3_8b_fsdp.sh on GPUs. OpenRLHF's is
-examples/scripts/train_gspo_ray_hybrid_engine.sh, with the names of version 0.11.2. They were read on 2026-11-27.
+TRL's is examples/scripts/gspo.py, without max_prompt_length, which version 1.16 lacks. verl's is
+examples/gspo_trainer/run_qwen3_8b_fsdp.sh on GPUs; its keys for NPUs and those of test_gspo_3b_math.sh have no value.
+OpenRLHF's is examples/scripts/train_gspo_ray_hybrid_engine.sh, with the names of version 0.11.2. They were read on
+2026-11-27.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from typing import Any
 
 SCRIPTS: dict[str, dict[str, Any]] = {
     "trl": {
-        "output_dir": "gspo-Qwen3-0.6B",
+        "model_name_or_path": None,
+        "output_dir": None,
+        "dtype": "bfloat16",
+        "use_peft": True,
+        "lora_target_modules": ["q_proj", "v_proj"],
         "learning_rate": 1e-5,
-        "bf16": True,
         "max_completion_length": 1024,
         "log_completions": True,
         "per_device_train_batch_size": 8,
@@ -71,6 +75,21 @@ SCRIPTS: dict[str, dict[str, Any]] = {
         "trainer.save_freq": 20,
         "trainer.test_freq": 10,
         "trainer.total_epochs": 10,
+        **dict.fromkeys(
+            (
+                *("actor.strategy", "actor.use_torch_compile", "actor.fsdp_config.forward_prefetch", "actor.grad_clip"),
+                *("actor.entropy_checkpointing", "actor.entropy_from_logits_with_chunking", "ref.strategy"),
+                *("ref.use_torch_compile", "rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),
+                *("rollout.val_kwargs.top_p", "rollout.val_kwargs.top_k", "rollout.val_kwargs.do_sample"),
+                *("trainer.val_before_train", "data.shuffle", "data.prompt_key", "data.return_raw_chat"),
+                *("algorithm.kl_ctrl.kl_coef", "actor.kl_loss_coef", "actor.ppo_micro_batch_size_per_gpu"),
+                *("actor.optim.lr_warmup_steps_ratio", "actor.optim.weight_decay", "rollout.temperature"),
+                *("actor.ulysses_sequence_parallel_size", "ref.ulysses_sequence_parallel_size", "rollout.top_p"),
+                *("rollout.enable_chunked_prefill", "rollout.max_num_batched_tokens", "rollout.top_k"),
+                *("reward.reward_manager.name", "trainer.total_training_steps", "trainer.default_local_dir"),
+                *("trainer.resume_mode", "trainer.log_val_generations"),
+            )
+        ),
     },
     "openrlhf": {
         "--ref.num_nodes": 1,

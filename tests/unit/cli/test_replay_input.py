@@ -126,6 +126,7 @@ def test_a_log_without_a_step_to_make_is_refused(tmp_path: Path) -> None:
         ("sampling.temperature=0.5", "cannot change a replay: it decides how rollouts are sampled"),
         ("reward.timeout_s=3", "cannot change a replay: it decides rewards"),
         ("algorithm.mask_truncated=true", "it acts before a step is logged"),
+        ("algorithm.behavior_level=sequence", "Set geometric, which it was here, or product, which they mean"),
         ("algorithm.adv_estimator=rloo", "contradicts adv_estimator: rloo, which means leave_one_out"),
         ("algorithm.preset=grpo", "set the keys that it means"),
         ("run.total_steps=50", "learner.schedule constant does not depend on it"),
@@ -160,7 +161,9 @@ def test_every_key_either_acts_on_a_replay_or_has_its_reason() -> None:
     )
     learner = {key.name for key in explain() if key.name.startswith("learner.")}
     learner -= {"learner.mismatch_every", "learner.clip_split_every"}
-    teacher = {f"teacher.{name}" for name in ("path", "coef", "kl_in", "trust_remote_code", "allow_pickle")}
+    teacher = {
+        f"teacher.{name}" for name in ("path", "coef", "kl_in", "kl_discount", "trust_remote_code", "allow_pickle")
+    }
     model = {key.name for key in explain() if key.name.startswith("model.")}
     assert acting == {f"algorithm.{name}" for name in algorithm} | learner | teacher | model
 

@@ -63,12 +63,16 @@ SAME = {
 def trl_keys() -> dict[str, TrainerKey]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module("trl.import_utils"), "is_vllm_available", lambda *args, **kwargs: False)
-        config = import_module("trl.trainer.grpo_config").GRPOConfig
+        configs = [
+            import_module("trl.trainer.grpo_config").GRPOConfig,
+            import_module("trl.trainer.model_config").ModelConfig,
+        ]
     return {
         field.name: TrainerKey(
             None if field.default is dataclasses.MISSING else getattr(field.default, "value", field.default),
             field.metadata.get("help", ""),
         )
+        for config in configs
         for field in dataclasses.fields(config)
     }
 
@@ -100,8 +104,8 @@ def silent_differences() -> list[list[str]]:
 
 def test_the_silent_differences_are_counted_and_have_the_defaults_of_all() -> None:
     rows = silent_differences()
-    assert [row[0] for row in rows] == [str(number) for number in range(1, 13)]
-    assert "These twelve defaults differ" in PAGE.read_text()
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 15)]
+    assert "These fourteen defaults differ" in PAGE.read_text()
     config = parse_config(
         {"name": "a", "model": {"path": "m"}, "data": {"prompts": "p"}, "run": {"total_steps": 1},
          "reward": {"functions": [{"path": "r.py"}]}}, Path())  # fmt: skip

@@ -615,6 +615,14 @@ def test_deepspeed_keys_that_say_the_same_or_more_pass(folder: Path) -> None:
     assert engine_config(make_config(folder, learner={**learner, "deepspeed": "ds.json"})) == engine_config(config)
 
 
+def test_a_name_without_its_papers_definition_is_one_warning(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for keys, named in (({"objective": "cispo"}, ["algorithm.preset: cispo"]), ({}, [])):
+        check(make_config(folder, algorithm=keys))
+        lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: algorithm.")]
+        assert len(lines) == len(named)
+        assert all(name in line for name, line in zip(named, lines, strict=True))
+
+
 def test_a_deepspeed_file_that_is_none(folder: Path) -> None:
     error = refused(folder, learner={"deepspeed": "ds.json"})
     assert error.where == "learner.deepspeed" and "ds.json cannot be read as JSON" in error.rule
