@@ -34,7 +34,10 @@ VOCABULARY = 96
 LENGTHS = (24, 20)
 _WINDOW = 16
 _MOST_PARAMETERS = 30_000_000
-_PAGE = """# Models
+# The part of the page from here on is kept as it is.
+_FAMILIES = "\n## Families from end to end\n"
+_PAGE = (
+    """# Models
 
 This page covers the {num} causal language model types of the installed transformers. Each was tried as a tiny random \
 model on a CPU in float32. The learner's log-probs were compared with those of the model's own attention (`eager`) and \
@@ -54,6 +57,9 @@ Long rollouts take more memory and time. The learner logs it at startup.
 |---|---:|---|
 {rows}
 """
+    + _FAMILIES
+    + "{families}"
+)
 
 # Set if the configuration has them.
 _SMALL: dict[str, Any] = {
@@ -260,6 +266,7 @@ def page(findings: Sequence[ModelVerdict]) -> str:
         num=len(findings),
         largest=f"{max(finding.difference or 0.0 for finding in findings):.0e}",
         rows="\n".join(f"| {verdict} | {len(names)} | {', '.join(names)} |" for verdict, names in kinds.items()),
+        families=PAGE.read_text().partition(_FAMILIES)[2],
     )
 
 

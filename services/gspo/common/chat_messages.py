@@ -20,6 +20,9 @@ RESERVED_VARIABLES = frozenset(
     | {"tokenizer_kwargs", "tools"}
 )
 
+# Words in the types of parts: image_url and input_image of OpenAI's APIs, image and document of Anthropic's.
+_MEDIA = ("image", "audio", "video", "file", "document")
+
 
 class MessageError(ValueError):
     """Messages that cannot be shown to the policy; the text says which, and why."""
@@ -43,6 +46,11 @@ def read_messages(values: Sequence[Any]) -> list[Message]:
         MessageError: One has another form.
     """
     return [_read_message(number, value) for number, value in enumerate(values, start=1)]
+
+
+def is_media(kind: Any) -> bool:
+    """Whether the type of a part of a message says that it has an image, sound, a film or a file."""
+    return isinstance(kind, str) and any(word in kind for word in _MEDIA)
 
 
 def is_observation(value: Any) -> bool:
@@ -117,7 +125,8 @@ def _text_part(number: int, part: Any) -> str:
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str):
         kind = part.get("type", part) if isinstance(part, Mapping) else part
-        raise MessageError(f"the content of message {number} has a part that is not text: {in_yaml(kind):.80}")
+        rule = f"the content of message {number} has a part that is not text: {in_yaml(kind):.80}"
+        raise MessageError(f"{rule}, and the policy reads text alone" if is_media(kind) else rule)
     return text
 
 

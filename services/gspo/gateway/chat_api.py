@@ -28,7 +28,7 @@ from gspo.common.config.engines import LEAST_TEMPERATURE
 from gspo.common.config.schema import Config
 from gspo.common.network.http_server import ASGIApp, BoundedBodies, Message, Receive, Scope, Send
 from gspo.common.service.app import Service
-from gspo.gateway.constraints import constraint, wants_calls
+from gspo.gateway.constraints import constraint, media_part, wants_calls
 from gspo.gateway.generators import Generators
 from gspo.gateway.policy_client import PolicyClient
 from gspo.gateway.sessions.recorder import Recorder
@@ -142,6 +142,10 @@ async def _refuse_unsupported(request: Request, recorder: Recorder | None) -> No
         return
     if key := constraint(body):
         rule = f"{key} constrains the answer, and here the policy's own distribution is sampled. Leave it out"
+        raise VLLMValidationError(rule, parameter=key)
+    key, kind = media_part(body)
+    if kind:
+        rule = f"a message has a part that is not text: {kind}, and the policy reads text alone. Leave it out"
         raise VLLMValidationError(rule, parameter=key)
     online = request.app.state.online_renderer
     reads_calls = online.enable_auto_tools or online.use_harmony

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gspo.common.chat_messages import is_media
+
 # Of Anthropic's API any and tool, of OpenAI's the others.
 _FORCED = ("required", "any", "tool", "function", "allowed_tools", "custom")
 
@@ -27,6 +29,28 @@ def constraint(body: Mapping[str, Any]) -> str:
         for name, holder in (("function.", _part(tool, "function")), ("", tool)):
             if _part(holder, "strict") is True:
                 return f"tools.{number}.{name}strict"
+    return ""
+
+
+def media_part(body: Mapping[str, Any]) -> tuple[str, str]:
+    """The key of a request's messages and the type of their first part with an image, sound or file; empty without."""
+    for key in ("messages", "input"):
+        if kind := _media_in(body.get(key)):
+            return key, kind
+    return "", ""
+
+
+def _media_in(value: Any) -> str:
+    """The type of the first such part of messages, contents and tool results, which lie in one another."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += reversed(part)
+        elif isinstance(part, dict):
+            if is_media(part.get("type")):
+                return str(part["type"])
+            waiting.append(part.get("content"))
     return ""
 
 

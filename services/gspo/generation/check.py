@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo.common.config.schema import Config
@@ -21,7 +23,7 @@ from gspo.common.host.machine import (
     warn_of_float32,
     warn_of_idle_gpus,
 )
-from gspo.common.model.files import max_positions, model_folder
+from gspo.common.model.files import max_positions, model_folder, read_model_config
 from gspo.common.model.tokenizer_trial import check_tokenizer_files
 from gspo.environments.mcp.tool_listing import with_listed_tools
 from gspo.generation.engine.arguments import check_engine_args
@@ -34,6 +36,13 @@ if TYPE_CHECKING:
 _PLACE_TOKEN_BYTES = 5
 # Arguments whose values the placement checks, and a switch: vLLM, which takes up to a minute to import, refuses none.
 _PLAIN = {SHARE_ARGUMENT, CACHE_ARGUMENT, "enforce_eager"}
+
+# vLLM has these models of text in modules that also import its code for images.
+_NEED_TORCHVISION = {
+    *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    *("Qwen3_5MoeForConditionalGeneration", "Qwen4ExpForCausalLM", "Glm5NextForCausalLM", "HCXVisionV2ForCausalLM"),
+    *("MiniMaxM3SparseForCausalLM", "MuseGlimmerForCausalLM"),
+}
 
 
 def check(config: Config) -> None:
@@ -57,6 +66,7 @@ def check(config: Config) -> None:
     _check_length(config)
     _check_gpus(config)
     _check_memory(config)
+    _check_code(model_folder(config.model))
     check_tokenizer_files(model_folder(config.model))
     tied_heads(model_folder(config.model), trust_remote_code=config.model.trust_remote_code)
     config = asyncio.run(with_listed_tools(config))
@@ -67,6 +77,17 @@ def check(config: Config) -> None:
         from gspo.generation.engine.startup import check_values  # here: importing vLLM takes seconds
 
         check_values(config, model_folder(config.model))
+
+
+def _check_code(folder: Path) -> None:
+    """Refuse a model whose code in vLLM needs a missing package. vLLM reports it after a minute or two."""
+    kinds = _NEED_TORCHVISION.intersection(read_model_config(folder).get("architectures") or [])
+    if kinds and find_spec("torchvision") is None:
+        fix = "Install torchvision, in the version that fits torch"
+        if torch_is_for_cpus():
+            fix = "Take another model, such as Qwen3, or GPUs: vLLM's build for CPUs comes without torchvision"
+        rule = f"{folder} is a {min(kinds)}, whose code in vLLM needs the package torchvision, which is not installed"
+        raise InputError("model.path", rule, fix)
 
 
 def _check_places(config: Config) -> None:

@@ -32,6 +32,7 @@ from gspo.common.model.files import (
     is_stacked,
     model_folder,
     read_model_files,
+    refuse_media_model,
 )
 from gspo.common.model.heads import heads_divide, shares_lines
 from gspo.common.model.memory_needs import check_fits, learner_bytes
@@ -150,6 +151,7 @@ def _check_kind(config: Config, model: Mapping[str, Any]) -> None:
     kind = model.get("model_type")
     if "auto_map" in model and config.model.trust_remote_code:
         return  # a model that brings its own code
+    refuse_media_model(config.model.path, model)
     if kind not in causal_model_types():
         raise InputError(
             "model.path",

@@ -142,6 +142,10 @@ async def test_without_a_generator_the_client_gets_an_error_of_its_own_kind(
         ({"tools": TOOLS}, "the run has no gateway.tool_parser to read its calls"),
         ({"messages": [{"role": "user", "content": "x" * 900}]}, "512"),
         ({"messages": []}, "empty conversation"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a/b"}}]}]},
+            "a message has a part that is not text: image_url, and the policy reads text alone",
+        ),
         ({"temperature": -1}, "temperature"),
         ({"temperature": 0.005}, "temperature 0.005 is below 0.01, the least above 0"),
     ],

@@ -15,12 +15,18 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -111,8 +117,29 @@ def gpt_oss(folder: Path) -> None:
     _shard(folder, 2)
 
 
+def mixtral(folder: Path) -> None:
+    """Every expert's matrices by themselves, under the names of Mixtral's own."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    _write(folder, MixtralForCausalLM, MixtralConfig, tie_word_embeddings=False, **experts)
+    _shard(folder, 2)
+
+
+def glm4(folder: Path) -> None:
+    """GLM-4 of 0414: norms behind attention and MLP too, half of each head rotated, gate and up in one matrix."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    _write(folder, Glm4ForCausalLM, Glm4Config, tie_word_embeddings=False, attention_bias=True, rope_parameters=rope)
+    _shard(folder, 2)
+
+
+def phi4(folder: Path) -> None:
+    """Phi-4 has the architecture of Phi-3: queries, keys and values in one matrix, gate and up in another."""
+    _write(folder, Phi3ForCausalLM, Phi3Config, tie_word_embeddings=False, sliding_window=None)
+    _shard(folder, 2)
+
+
 LAYOUTS: Mapping[str, Callable[[Path], None]] = {
-    layout.__name__: layout for layout in (qwen3, qwen2_5, llama3, gemma3_text, mistral, qwen3_moe, gpt_oss)
+    layout.__name__: layout
+    for layout in (qwen3, qwen2_5, llama3, gemma3_text, mistral, mixtral, qwen3_moe, gpt_oss, glm4, phi4)
 }
 
 

@@ -87,7 +87,11 @@ def test_the_template_gets_its_variables() -> None:
         ({"role": 3, "content": "a"}, "message 2 has no role"),
         ({"role": "user"}, "message 2 has no content"),
         ({"role": "user", "content": 7}, "message 2 has no content that is text: 7"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}, "a part that is not text: image_url"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": "a"}]},
+            "image_url, and the policy reads",
+        ),
+        ({"role": "user", "content": [{"type": "thought"}]}, "a part that is not text: thought"),
         ({"role": "assistant", "content": None}, "message 2 has no content"),
         ({"role": "assistant", "tool_calls": {}, "content": None}, "message 2 has no content"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "message 2 has no function with a name"),

@@ -22,6 +22,7 @@ from gspo.common.host.machine import Gpu
 from gspo.common.model.files import ModelFiles, read_model_files, weight_files
 from gspo.common.model.trained_parameters import TrainedSize, num_trained, trained_size
 from gspo.common.planning.memory import RankMemory, rank_memory
+from gspo.common.planning.model_profile import profile_model
 from gspo.learner.check import check
 from gspo.learner.training import policy_engine
 from gspo.learner.training.deepspeed_config import _ALLOWED, _OWN_KEYS, _REFUSED, _ZERO, engine_config
@@ -127,6 +128,14 @@ def test_a_model_that_transformers_does_not_know(folder: Path) -> None:
     assert "type 'foo'" in refused(folder).rule
     edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "foo.Foo"})
     check(make_config(folder, model={"path": str(folder), "trust_remote_code": True}))
+
+
+def test_a_model_for_images_is_refused_by_that_reason_also_by_a_plan(folder: Path) -> None:
+    edit(folder / "config.json", model_type="qwen3_vl", vision_config={"depth": 2})
+    sentence = "is a model of type 'qwen3_vl' for images or sound beside text, and gspo trains text alone"
+    assert sentence in refused(folder).rule
+    with pytest.raises(InputError, match=sentence):
+        profile_model(folder)
 
 
 def lora(*names: str) -> dict[str, Any]:

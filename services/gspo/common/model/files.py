@@ -218,6 +218,19 @@ def causal_model_types() -> frozenset[str]:
     raise LookupError("transformers keeps its causal language models elsewhere")
 
 
+def refuse_media_model(model: str, facts: Mapping[str, Any]) -> None:
+    """Refuse a model that reads images or sound, and that transformers loads as no causal model of text.
+
+    Raises:
+        InputError: Names its type, by its config.json.
+    """
+    kind = facts.get("model_type")
+    has_media = any(isinstance(facts.get(f"{sense}_config"), dict) for sense in ("vision", "audio"))
+    if has_media and kind not in causal_model_types():
+        rule = f"{model} is a model of type {kind!r} for images or sound beside text, and gspo trains text alone"
+        raise InputError("model.path", rule, "Take a model of text, such as Qwen3")
+
+
 def _weights(folder: Path, allow_pickle: bool) -> tuple[int, dict[str, tuple[list[int], str]]]:
     """Elements of all tensors, and shape and dtype of each by its name; only the elements for a pickle."""
     if safe := weight_files(folder):

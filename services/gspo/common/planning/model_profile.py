@@ -14,6 +14,7 @@ from pathlib import Path
 from gspo.common.config.engines import SPREAD_STAGE
 from gspo.common.errors import InputError
 from gspo.common.host.module_command import module_command
+from gspo.common.model.files import read_model_config, refuse_media_model
 from gspo.common.model.heads import heads_divide
 from gspo.common.planning.flops import ModelFlops
 
@@ -118,6 +119,7 @@ def profile_model(folder: Path, *, trust_remote_code: bool = False) -> ModelProf
     config = folder / "config.json"
     if not config.is_file():
         raise InputError(str(folder), "has no config.json", "Give a folder with the config.json of a model")
+    refuse_media_model(str(folder), read_model_config(folder))
     kept = None if trust_remote_code else _cache_file(config.read_bytes())
     if kept is not None and (profile := _read(kept)):
         return profile

@@ -92,8 +92,11 @@ def _as_input_error(config: Config, folder: Path) -> Iterator[None]:
         reason = " ".join(str(error).split()).partition(" [type=")[0]
         drafts = {"draft_tokens": config.generation.draft_tokens} if config.generation.draft_tokens else {}
         arguments = ", ".join(f"{name}: {value!r}" for name, value in (drafts | config.generation.engine).items())
+        if not arguments:
+            rule = f"vLLM refuses {folder}: {reason}"
+            raise InputError("model.path", rule, "Take a model that vLLM serves") from error
         raise InputError(
             "generation.engine",
-            f"vLLM refuses {arguments or 'no arguments'} for {folder}: {reason}",
+            f"vLLM refuses {arguments} for {folder}: {reason}",
             "Change that argument, or take a model that vLLM serves",
         ) from error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gspo.common.errors import ConfigError
+from gspo.common.errors import ConfigError, InputError
 from gspo.generation.check import check
 from gspo.generation.engine.arguments import ALLOWED_ARGS, OWN_ARGS, REFUSED_ARGS, check_engine_args
 from tests.support.tiny_model import make_tiny_model
@@ -62,6 +63,19 @@ def test_values_that_the_placement_checks_need_no_import_of_vllm(
     check(make_config(model, generation={"engine": plain}))
     with pytest.raises(ImportError):
         check(make_config(model, generation={"engine": {**plain, "block_size": 8}}))
+
+
+def test_a_model_whose_code_needs_a_missing_package_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    facts = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(facts | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    monkeypatch.setattr("gspo.generation.check.find_spec", lambda _: None)
+    with pytest.raises(InputError, match=r"is a Qwen3_5ForCausalLM, whose code in vLLM needs the package torchvision"):
+        check(make_config(model))
+    monkeypatch.setattr("gspo.generation.check.find_spec", lambda _: True)
+    check(make_config(model))
 
 
 def test_executors_of_one_host_pass() -> None:
