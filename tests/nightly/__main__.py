@@ -118,7 +118,7 @@ def _last_line(text: str) -> str:
 
 def _commit() -> str:
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.rstrip()
 
     own = ("docs/nightly.json", "docs/nightly.md")
     changed = [line for line in git("status", "--porcelain").splitlines() if line[3:] not in own]

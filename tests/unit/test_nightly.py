@@ -93,6 +93,23 @@ def test_a_night_is_resumed_and_says_what_failed(
     assert "red: long: it has never passed" in capsys.readouterr().err
 
 
+def test_records_are_no_change_of_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second area of a night would else run at another commit than the first, and no night could be resumed."""
+    monkeypatch.setattr(nightly, "ROOT", tmp_path)
+    files = [tmp_path / "docs/nightly.json", tmp_path / "docs/nightly.md", tmp_path / "docs/other.md"]
+    (tmp_path / "docs").mkdir()
+    for file in files:
+        file.write_text("before\n")
+    committer = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (["init", "-q"], ["add", "."], [*committer, "commit", "-q", "-m", "files"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    for file in files[:2]:
+        file.write_text("after\n")
+    assert re.fullmatch("[0-9a-f]{10}", nightly._commit())
+    files[2].write_text("after\n")
+    assert nightly._commit().endswith("+")
+
+
 def test_an_unknown_area_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, all_areas(), "--only", "no-such-area")
