@@ -6,6 +6,8 @@ SEED ?= 0
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests of the repository's own files: a part of lint, so `make test` leaves them out of its second half.
 CHECKS = $(patsubst %,tests/unit/test_%.py,architecture names site prose promises docs docs_commands)
+# Unit tests that train models, or build the wheel and the manifests: half of the minutes of all unit tests.
+SLOW_UNITS = tests/unit/learner/model tests/unit/learner/training tests/unit/deploy
 # With `ROOM="view cli"` the tests in folders of these names, and ruff on the folders of their code; else everything.
 ROOM_TESTS = $(wildcard $(foreach room,$(ROOM),tests/unit/$(room) tests/integration/$(room)))
 LINTED = $(if $(ROOM),$(wildcard $(foreach room,$(ROOM),services/gspo/$(room) $(room))) $(ROOM_TESTS),.)
@@ -37,8 +39,8 @@ test: setup ## Everything that CI runs on any machine: lint, types, all tests wi
 	  no tests/integration/$(room): ROOM has folders of tests, such as view or learner)))
 	$(call all,$(LINT) "$(PYTEST) $(CHECKS:%=--ignore=%) $(ROOM_TESTS)")
 
-test-quick: setup ## Lint, types and unit tests: two minutes, before every commit
-	$(call all,$(LINT) "$(PYTEST) $(CHECKS:%=--ignore=%) tests/unit")
+test-quick: setup ## Lint, types, and the unit tests that train and build nothing: two minutes, before every commit
+	$(call all,$(LINT) "$(PYTEST) $(CHECKS:%=--ignore=%) $(SLOW_UNITS:%=--ignore=%) tests/unit")
 
 test-long: setup ## The slow tests: chaos with real engines, property tests with many examples
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile many
