@@ -23,10 +23,9 @@ A random Qwen3 with {parameters:,} parameters ({mib:.0f} MiB in bfloat16) learns
 steps. Each learning rate continues from there with a fresh AdamW in float32. A version is 4 optimizer steps of policy \
 gradients with random advantages, clipped at norm 1. Rows are medians over {versions} versions.
 
-The changes are the gaps between changed elements with the differences and the old ones of their bits, under zstd, \
-packed in one thread a core. *Apply* has the fingerprint of the changes, by which a generator checks them. The \
-fingerprint of a whole policy runs at {digest:.2f} GiB/s; the learner computes it once a version, a generator for \
-whole policies alone.
+The changes are the gaps between changed elements with the differences of their bits, under zstd, packed in one thread \
+a core. The digest, SHA-256 of each tensor, runs at {digest:.2f} GiB/s; learner and generator each compute it once a \
+version.
 
 {packing}
 
@@ -35,7 +34,7 @@ The next table is the transfer of the whole policy between two processes of this
 {transfers}
 
 The last table is the learner's publisher with an idle generation service and vLLM. *Transfer alone*: gRPC with ready \
-frames. *Staged and checked*: packing, transfer, unpacking and the generator's check, which overlap. \
+frames. *Staged and checked*: packing, transfer, unpacking and the generator's digest; all but the last overlap. \
 *Stall*: the pause of generation (pause, load into vLLM, resume). *Push*: from publication until the version is \
 served, with the stall.
 
