@@ -151,5 +151,5 @@ def test_on_a_gpu_the_gradient_of_the_output_layer_is_written_once_for_4096_rows
             return nn.Linear(1, 151_936, bias=False)
 
     policy: Any = network.PolicyModel(OnlyOutputLayer(), make_config(folder, learner=keys))
-    policy._logprobs(OfGpu(), Tensor(), None)
+    policy._logprobs(OfGpu(), Tensor(), None, None)
     assert sizes == [rows]
