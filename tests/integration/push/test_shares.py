@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from redis.asyncio import Redis
 
-from gspo.common.network.grpc_server import open_channel
+from gspo.common.network.grpc_server import MAX_MESSAGE_BYTES, open_channel
 from gspo.learner.push import replicas
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo_proto.learner_pb2 import PullRequest
@@ -118,6 +120,20 @@ async def test_a_rank_keeps_the_last_two_versions_whole_and_says_what_it_has(
             assert await num_bytes(3, 0) == whole, "without the changes it sends every element"
             with pytest.raises(Exception, match="version 1 is asked, and 2, 3 is kept"):
                 await num_bytes(1)
+
+
+async def test_a_request_that_cannot_be_read_is_refused(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run)
+    refusals = (
+        (b"\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        (bytes(MAX_MESSAGE_BYTES + 1), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    )
+    async with learner(config, redis_url) as learning, open_channel(learning.others[0].address) as channel:
+        for payload, code in refusals:
+            call: Any = channel.unary_stream("/gspo.Shares/Pull")(payload, timeout=10)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+            assert refused.value.code() is code
 
 
 async def test_a_push_that_a_rank_has_left_behind_is_no_failure_of_the_generator(

@@ -74,6 +74,7 @@ def ray_cluster(**nodes: Mapping[str, float]) -> Iterator[RayNodesHere]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
+        _reread_variables()
         cluster = RayNodesHere(variables)
         try:
             for name, resources in nodes.items():
@@ -82,6 +83,14 @@ def ray_cluster(**nodes: Mapping[str, float]) -> Iterator[RayNodesHere]:
         finally:
             cluster.close()
             shutil.rmtree(folder, ignore_errors=True)
+    _reread_variables()
+
+
+def _reread_variables() -> None:
+    """A process reads Ray's variables once, perhaps in an earlier test."""
+    from ray._private.authentication_test_utils import reset_auth_token_state
+
+    reset_auth_token_state()
 
 
 def processes_with(words: str, folder: Path) -> list[psutil.Process]:

@@ -22,6 +22,8 @@ from gspo_proto.rollout_pb2 import Outcome, Rollout, Score, ScoredRollout
 
 SCHEMA_NUMBER = b"1"
 NO_MINI_BATCH = -1
+# One of each for all rows without them.
+NO_SIZES, NO_IDS = np.empty(0, np.uint8), np.empty(0, np.int32)
 # Advantages are float32, and made in float64, which holds the square of this.
 
 Int = Annotated[int, pa.int64()]
@@ -103,8 +105,8 @@ class Row:
     branch_starts: Ints_T = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     teacher_logp: Floats_T = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     logged_json: Text = ""
-    kept_sizes: Bytes_T = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
-    kept_ids: Ints_T = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    kept_sizes: Bytes_T = field(default_factory=lambda: NO_SIZES)
+    kept_ids: Ints_T = field(default_factory=lambda: NO_IDS)
 
     @property
     def branch_bounds(self) -> list[tuple[int, int]]:
@@ -156,8 +158,9 @@ def row_from_scored(scored: ScoredRollout) -> Row:
         ValueError: The arrays differ in length, a policy token has no version, or there is neither reward nor failure.
     """
     rollout, score = scored.rollout, scored.score
-    arrays, kept_sizes = _token_arrays(rollout), np.array(rollout.kept_sizes, dtype=np.uint8)
-    if len(kept_sizes):
+    arrays, kept_sizes = _token_arrays(rollout), NO_SIZES
+    if rollout.kept_sizes:
+        kept_sizes = np.array(rollout.kept_sizes, dtype=np.uint8)
         arrays["mask"] &= kept_sizes > 0
     if score.WhichOneof("result") is None:
         raise ValueError("a score holds neither a reward nor a failure")
@@ -199,7 +202,7 @@ def row_from_scored(scored: ScoredRollout) -> Row:
         teacher_logp=np.array(score.teacher_logp, dtype=np.float32),
         logged_json=score.logged_json,
         kept_sizes=kept_sizes,
-        kept_ids=np.array(rollout.kept_ids, dtype=np.uint32).astype(np.int32),
+        kept_ids=np.array(rollout.kept_ids, dtype=np.uint32).astype(np.int32) if len(kept_sizes) else NO_IDS,
     )
 
 
