@@ -107,7 +107,7 @@ def test_what_dies_starts_again_elsewhere_and_a_killed_driver_leaves_nothing(gsp
     assert not reward.is_running() or reward.status() == "zombie"
     cluster.lose("n2")
     until(lambda: sum(len(gspo.starts(name)) for name in names) > 7, "those of the lost node again")
-    assert all(len(processes_with(f"--name {name}", gspo.folder)) == 1 for name in names)
+    until(lambda: all(len(processes_with(f"--name {name}", gspo.folder)) == 1 for name in names), "one process of each")
     os.kill(process.pid, 9)
     until(lambda: not gspo.remaining(), "the end of all processes")
     assert process.stdout is not None
