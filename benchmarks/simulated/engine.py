@@ -117,10 +117,12 @@ class SimulatedEngine:
         request = self._find(request_id)
         return self._num_sampled(request) if request else 0
 
-    def partial_output(self, request_id: str) -> Tokens:
-        """The tokens that an in-flight request has sampled so far; else none."""
-        request = self._find(request_id)
-        return self._sampled(request, self._num_sampled(request)) if request else Tokens([], [], [])
+    def partial_output(self, request_id: str, first: int = 0) -> Tokens:
+        """The tokens that an in-flight request has sampled so far, from place `first` on; else none."""
+        if (request := self._find(request_id)) is None:
+            return Tokens([], [], [])
+        so_far = self._sampled(request, self._num_sampled(request))
+        return Tokens(so_far.token_ids[first:], so_far.logp[first:], so_far.version[first:])
 
     async def load(self, version: int, copies: PolicyCopies, *, on_update: OnUpdate, timeout_s: float) -> LoadTimes:
         """Serve the staged copy; requests in flight go on under it, or end where `on_update` is restart.

@@ -47,15 +47,17 @@ class SpeakingEngine:
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
         """All of it, after a while in which its half can be seen."""
         await asyncio.sleep(0.1)
-        return Completion(**vars(self.partial_output(request_id, len(self._token_ids))), finish="stop")
+        return Completion(**vars(self._tokens(self._token_ids)), finish="stop")
 
     def num_sampled(self, request_id: str) -> int:
         """Half of the answer."""
         return len(self._token_ids) // 2
 
-    def partial_output(self, request_id: str, num: int | None = None) -> Tokens:
+    def partial_output(self, request_id: str, first: int = 0) -> Tokens:
         """Half of the answer."""
-        token_ids = self._token_ids[: num or self.num_sampled(request_id)]
+        return self._tokens(self._token_ids[first : self.num_sampled(request_id)])
+
+    def _tokens(self, token_ids: list[int]) -> Tokens:
         return Tokens(token_ids, [-0.5] * len(token_ids), [self.version] * len(token_ids))
 
 

@@ -29,7 +29,7 @@ async def stream_tokens(engine: EngineLike, request: SampleRequest) -> AsyncGene
         while not answer.done():
             await asyncio.wait([answer], timeout=_LATER_S if num_sent else _FIRST_S)
             if not answer.done() and engine.num_sampled(request.request_id) > num_sent:
-                piece = _piece(engine.partial_output(request.request_id), num_sent)
+                piece = _piece(engine.partial_output(request.request_id, num_sent))
                 num_sent += len(piece.token_ids)
                 yield piece
         completion = await answer
@@ -40,6 +40,6 @@ async def stream_tokens(engine: EngineLike, request: SampleRequest) -> AsyncGene
         answer.cancel()
 
 
-def _piece(tokens: Tokens, num_sent: int) -> SampledTokens:
+def _piece(tokens: Tokens, num_sent: int = 0) -> SampledTokens:
     finish = tokens.finish if isinstance(tokens, Completion) else ""
     return SampledTokens(**tokens_between(tokens, num_sent), finish=finish)

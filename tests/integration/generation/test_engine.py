@@ -171,7 +171,9 @@ async def test_what_a_request_has_sampled_so_far_is_the_beginning_of_its_answer(
     task = asyncio.create_task(engine.generate("seen", PROMPTS[1], sampling(200, ignore_eos=True)))
     await engine.generate("wait", PROMPTS[0], sampling(10, ignore_eos=True))
     early, num_sampled = engine.partial_output("seen"), engine.num_sampled("seen")
+    later = engine.partial_output("seen", 5)
     completion = await task
+    assert (later.token_ids, later.logp, later.version) == (early.token_ids[5:], early.logp[5:], early.version[5:])
     assert 0 < num_sampled == len(early.token_ids) < 200
     assert early.token_ids == completion.token_ids[:num_sampled]
     assert early.logp == completion.logp[:num_sampled]

@@ -130,9 +130,9 @@ async def test_a_request_that_cannot_be_read_is_refused(redis: Redis, redis_url:
     )
     async with learner(config, redis_url) as learning, open_channel(learning.others[0].address) as channel:
         for payload, code in refusals:
-            call: Any = channel.unary_stream("/gspo.Shares/Pull")(payload, timeout=10)
+            pull: Any = channel.unary_stream("/gspo.Shares/Pull")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call.read()
+                await pull(payload, timeout=10).read()
             assert refused.value.code() is code
 
 

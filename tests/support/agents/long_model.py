@@ -70,7 +70,7 @@ class PromptedEngine:
         token_ids = self._tokenizer.encode(self._answer(prompt), add_special_tokens=False)
         self._running[request_id] = [*token_ids, self._tokenizer.eos_token_id]
         await asyncio.sleep(0.1)
-        whole = self.partial_output(request_id, len(token_ids) + 1)
+        whole = self._tokens(self._running[request_id])
         del self._running[request_id]
         return Completion(**vars(whole), finish="stop")
 
@@ -78,7 +78,9 @@ class PromptedEngine:
         """Half of the answer."""
         return len(self._running.get(request_id, ())) // 2
 
-    def partial_output(self, request_id: str, num: int | None = None) -> Tokens:
+    def partial_output(self, request_id: str, first: int = 0) -> Tokens:
         """Half of the answer."""
-        token_ids = self._running.get(request_id, [])[: num or self.num_sampled(request_id)]
+        return self._tokens(self._running.get(request_id, [])[first : self.num_sampled(request_id)])
+
+    def _tokens(self, token_ids: list[int]) -> Tokens:
         return Tokens(token_ids, [-0.5] * len(token_ids), [self.version] * len(token_ids))

@@ -49,7 +49,7 @@ class LinesEngine:
         """None of a line is seen before its end."""
         return 0
 
-    def partial_output(self, request_id: str) -> api.Tokens:
+    def partial_output(self, request_id: str, first: int = 0) -> api.Tokens:
         """As `num_sampled`."""
         return api.Tokens([], [], [])
 

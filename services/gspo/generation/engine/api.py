@@ -95,8 +95,8 @@ class EngineLike(Protocol):
     def num_sampled(self, request_id: str) -> int:
         """Tokens that a running request has sampled so far; 0 for an unknown request."""
 
-    def partial_output(self, request_id: str) -> Tokens:
-        """The tokens of a running request so far; none for an unknown request."""
+    def partial_output(self, request_id: str, first: int = 0) -> Tokens:
+        """The tokens of a running request so far, from place `first` on; none for an unknown request."""
 
     async def abort(self, request_id: str) -> None:
         """End a request."""

@@ -143,13 +143,16 @@ class Engine:
         state = self._request_state(request_id)
         return int(state.detokenizer.num_output_tokens()) if state is not None else 0
 
-    def partial_output(self, request_id: str) -> Tokens:
-        """The tokens of a running request so far, from vLLM's own records: streaming every token would cost more."""
+    def partial_output(self, request_id: str, first: int = 0) -> Tokens:
+        """The tokens of a running request so far, from place `first` on.
+
+        They are from vLLM's own records: streaming every token would cost more.
+        """
         state = self._request_state(request_id)
         if state is None or state.logprobs_processor.logprobs is None:
             return Tokens([], [], [])
         listed, spans = state.logprobs_processor.logprobs, state._weight_version_spans()
-        return tokens_of(state.detokenizer.output_token_ids, listed, spans, self._vocabulary)
+        return tokens_of(state.detokenizer.output_token_ids, listed, spans, self._vocabulary, first)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns the tokens sampled so far, as `aborted`."""

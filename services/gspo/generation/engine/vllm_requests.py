@@ -67,23 +67,28 @@ def completion_of(output: CompletionOutput, vocabulary: int) -> Completion:
 
 
 def tokens_of(
-    token_ids: Sequence[int], listed: FlatLogprobs, spans: list[WeightVersionSpan] | None, vocabulary: int
+    token_ids: Sequence[int],
+    listed: FlatLogprobs,
+    spans: list[WeightVersionSpan] | None,
+    vocabulary: int,
+    first: int = 0,
 ) -> Tokens:
-    """Sampled tokens from vLLM's records.
+    """Sampled tokens from vLLM's records, from place `first` on.
 
     At each place vLLM lists the sampled token, and then the likeliest ones. Those that were cut off have minus
     infinity. If the last one listed is finite, further tokens may tie with it, and the set is not known.
     """
-    num, version = len(token_ids), version_of_each(spans)
-    if len(listed.logprobs) == num:  # the sampled tokens alone
-        return Tokens(list(token_ids), list(listed.logprobs), version)
-    logp_TL = np.array(listed.logprobs, np.float64).reshape(num, -1)
+    sampled, version = list(token_ids[first:]), version_of_each(spans)[first:]
+    width = len(listed.logprobs) // max(1, len(token_ids))
+    if width <= 1:  # the sampled tokens alone
+        return Tokens(sampled, list(listed.logprobs[first:]), version)
+    logp_TL = np.array(listed.logprobs[first * width :], np.float64).reshape(-1, width)
     is_kept_TK = np.isfinite(logp_TL[:, 1:])
     if is_kept_TK.shape[1] < vocabulary:
         is_kept_TK &= ~is_kept_TK[:, -1:]
-    id_TK = np.array(listed.token_ids, np.int64).reshape(num, -1)[:, 1:]
+    id_TK = np.array(listed.token_ids[first * width :], np.int64).reshape(-1, width)[:, 1:]
     kept_sizes, kept_ids = is_kept_TK.sum(1).tolist(), id_TK[is_kept_TK].tolist()
-    return Tokens(list(token_ids), logp_TL[:, 0].tolist(), version, kept_sizes=kept_sizes, kept_ids=kept_ids)
+    return Tokens(sampled, logp_TL[:, 0].tolist(), version, kept_sizes=kept_sizes, kept_ids=kept_ids)
 
 
 def drafts_of(output: CompletionOutput) -> Drafts:

@@ -90,6 +90,9 @@ def test_the_tokens_that_were_kept_are_those_with_a_finite_log_prob() -> None:
     tokens = vllm_requests.tokens_of([9, 6, 6], listed, None, 100)
     assert (tokens.token_ids, tokens.logp) == ([9, 6, 6], [-1.0, -1.0, -1.0])
     assert (tokens.kept_sizes, tokens.kept_ids) == ([2, 3, 0], [7, 9, 5, 6, 8])
+    last = vllm_requests.tokens_of([9, 6, 6], listed, None, 100, first=1)
+    assert (last.token_ids, last.logp, last.kept_sizes, last.kept_ids) == ([6, 6], [-1.0, -1.0], [3, 0], [5, 6, 8])
+    assert vllm_requests.tokens_of([9, 6, 6], listed, None, 100, first=3).kept_sizes == []
     whole = vllm_requests.tokens_of([6], listed_logprobs({0: -1.0, 1: -1.0, 2: -1.0, 3: -1.0}), None, 4)
     assert (whole.kept_sizes, whole.kept_ids) == ([4], [0, 1, 2, 3])  # there is no further token
     plain = vllm_requests.tokens_of([6], FlatLogprobs([0], [1], [6], [-1.0], [1], [None]), None, 100)
