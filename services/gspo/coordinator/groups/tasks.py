@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gspo.common.config.evaluation import EvaluationConfig
 from gspo.common.config.reward import EnvironmentConfig
 from gspo.common.config.schema import Config
 from gspo.common.config.sources import Source
@@ -84,7 +85,7 @@ def evaluation_tasks(
             attempt=1,
             num_rollouts=num_rollouts,
             prompt=prompt,
-            sampling=_held_out_sampling(config, source, temperature),
+            sampling=_sampling(config, source, temperature, config.evaluation),
             rewards=reward_uses(source),
             **_episode(config, source.environment),
             min_version=version,
@@ -94,25 +95,22 @@ def evaluation_tasks(
     ]
 
 
-def _sampling(config: Config, source: Source, temperature: float, *, is_evaluation: bool = False) -> Sampling:
+def _sampling(
+    config: Config, source: Source, temperature: float, evaluation: EvaluationConfig | None = None
+) -> Sampling:
+    top_p = config.sampling.top_p
+    if evaluation and evaluation.top_p is not None:
+        top_p = evaluation.top_p
     # The seed stays the engine's own: a generator for each request slows the sampling of a whole batch.
     return Sampling(
         temperature=temperature,
         max_tokens=config.algorithm.response_length,
-        top_p=config.sampling.top_p,
+        top_p=top_p,
         top_k=max(0, config.sampling.top_k),
         min_p=config.sampling.min_p,
         stop=source.stop,
-        keep_sets=config.sampling.cuts and not is_evaluation,
+        keep_sets=config.sampling.cuts and not evaluation,
     )
-
-
-def _held_out_sampling(config: Config, source: Source, temperature: float) -> Sampling:
-    sampling = _sampling(config, source, temperature, is_evaluation=True)
-    top_p = config.evaluation.top_p
-    if top_p is not None:
-        sampling.top_p = top_p
-    return sampling
 
 
 def _episode(config: Config, environment: EnvironmentConfig) -> dict[str, Any]:
