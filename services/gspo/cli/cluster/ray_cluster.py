@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: the connection, its nodes, and who has its cards. Every refusal is one message.
+"""The Ray cluster of a run: the connection, its nodes, and who has its GPUs. Every refusal is one message.
 
 It starts and ends no process; reservations.py asks for places, ray_child.py has the processes.
 """
@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ class ClusterNode:
     def as_planned(self) -> Node:
         """The node with all its GPUs, also those in use, for a layout."""
         known = [Gpu(**gpu) for gpu in self.facts.get("gpus", ())]
-        return Node(self.name, tuple((known + [Gpu(str(at)) for at in range(len(known), 99)])[: self.num_gpus]))
+        unknown = [Gpu(str(at)) for at in range(len(known), self.num_gpus)]
+        return Node(self.name, tuple(known[: self.num_gpus] + unknown))
 
 
 class RayCluster:
@@ -109,11 +110,8 @@ class RayCluster:
         finally:
             file.unlink()
         node_survey.judge([node.name for node in nodes], nodes[0].name, folder, nonce, answers)
-        surveyed = [
-            ClusterNode(node.id, node.name, node.address, node.num_cpus, node.num_gpus, answers[node.name])
-            for node in nodes
-        ]
-        node_survey.with_cards([node.as_planned() for node in surveyed])
+        surveyed = [replace(node, facts=answers[node.name]) for node in nodes]
+        node_survey.check_gpus([node.as_planned() for node in surveyed])
         self._surveyed = {node.id: node for node in surveyed}
         return surveyed
 

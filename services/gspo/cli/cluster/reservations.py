@@ -115,8 +115,8 @@ class Reservation:
             work = (self._facts(at) for at in range(len(self.demand.bundles)))
             facts = await asyncio.gather(*work)
         nodes = [self._cluster.node(str(of_actor["node_id"])) for of_actor in facts]
-        cards = [gpus_of(node.facts, of_actor["gpus"]) for node, of_actor in zip(nodes, facts, strict=True)]
-        placements = self._placements(cards)
+        of_bundles = [gpus_of(node.facts, of_actor["gpus"]) for node, of_actor in zip(nodes, facts, strict=True)]
+        placements = self._placements(of_bundles)
         ranks = {"PET_NNODES": len(nodes), "PET_MASTER_ADDR": nodes[0].address, "PET_MASTER_PORT": facts[0]["port"]}
         seats = []
         for at, node in enumerate(nodes):
@@ -128,12 +128,12 @@ class Reservation:
                 seats.append(Seat(self._actors[at], node, placements[at].gpus.get(process, ()), variables))
         return seats
 
-    def _placements(self, cards: Sequence[tuple[Gpu, ...]]) -> list[Placement]:
+    def _placements(self, of_bundles: Sequence[tuple[Gpu, ...]]) -> list[Placement]:
         """By bundle, the GPUs of its processes; bundles are laid out as nodes."""
         if len(self.demand.processes) == 1:
-            return [Placement({self.demand.processes[0]: gpus} if gpus else {}) for gpus in cards]
-        layout = lay_out(self._config, [Node(str(at), gpus) for at, gpus in enumerate(cards)])
-        return [layout.placements[str(at)] for at in range(len(cards))]
+            return [Placement({self.demand.processes[0]: gpus} if gpus else {}) for gpus in of_bundles]
+        layout = lay_out(self._config, [Node(str(at), gpus) for at, gpus in enumerate(of_bundles)])
+        return [layout.placements[str(at)] for at in range(len(of_bundles))]
 
     async def _facts(self, at: int) -> dict[str, Any]:
         """The facts of the actor in a bundle, which is started if there is none."""

@@ -9,7 +9,7 @@ import pytest
 
 from gspo.cli.cluster import node_survey
 from gspo.cli.cluster.layout import Node
-from gspo.cli.cluster.node_survey import gpus_of, judge, look, with_cards
+from gspo.cli.cluster.node_survey import check_gpus, gpus_of, judge, look
 from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu
 
@@ -55,9 +55,9 @@ def test_a_node_reads_the_file_and_its_versions(tmp_path: Path) -> None:
 
 def test_engines_for_gpus_need_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_survey, "vllm_for_gpus", lambda: "0.32.0")
-    with_cards([Node("n1"), Node("n2", (Gpu("0"),))])
+    check_gpus([Node("n1"), Node("n2", (Gpu("0"),))])
     with pytest.raises(InputError, match=r"made for GPUs \(vllm 0\.32\.0\), and Ray counts none on n1, n2\. Start"):
-        with_cards([Node("n1"), Node("n2")])
+        check_gpus([Node("n1"), Node("n2")])
 
 
 def test_gpus_are_known_by_index_and_by_uuid() -> None:
