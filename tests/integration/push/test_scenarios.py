@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import torch
 from redis.asyncio import Redis
@@ -20,6 +22,7 @@ from gspo.common.telemetry.metrics import PUSH_FAILURES
 from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push import replicas
 from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
+from gspo.learner.push.replicas import GeneratorReplica, PushFailedError
 from gspo_proto.generation_pb2 import PushResult
 from tests.support import push_peers
 from tests.support.push_peers import PublishingLearner, generator, learner, policy, run_config, serve
@@ -107,6 +110,24 @@ class FramesOfOneLink(WeightUpdate):
 def num_failures() -> float:
     """Pushes that failed so far, for any reason."""
     return sum(sample.value for metric in PUSH_FAILURES.collect() for sample in metric.samples)
+
+
+async def test_a_token_is_named_although_the_first_push_failed_otherwise(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(tmp_path, make_run)
+
+    async def unreachable(*_asked: Any, **_options: Any) -> None:
+        raise PushFailedError(grpc.StatusCode.UNAVAILABLE, "not reachable yet")
+
+    async def refused(*_asked: Any) -> None:
+        raise PushFailedError(grpc.StatusCode.UNAUTHENTICATED, "another token")
+
+    async with generator(config, redis_url), learner(config, redis_url) as learning:
+        monkeypatch.setattr(GeneratorReplica, "push", unreachable)
+        monkeypatch.setattr(GeneratorReplica, "refresh", refused)
+        await learning.publish(policy(1))
+        await learning.until(lambda: "refuses our token" in str(learning.service.problems.values()))
 
 
 async def test_tensors_that_the_architecture_ignores_are_no_mismatch(
