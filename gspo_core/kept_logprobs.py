@@ -77,9 +77,8 @@ class _KeptLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_N: Tensor | None, e_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, target_N, kept_NK, entropy_N = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         products = Products(hidden_ND, weight_VD, ctx.temperature)
-        gradients = InputGradients(products, hidden_ND if wants_hidden else None, weight_VD if wants_weight else None)
+        gradients = InputGradients(products, hidden_ND, weight_VD, ctx.needs_input_grad)
         g_N = torch.zeros_like(entropy_N) if g_N is None else g_N
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for rows, h_RD, z_RV in products.chunks(hidden_ND, ctx.chunk_size):

@@ -3,7 +3,7 @@
 Not here: the model. The output weight is its only part that is seen, and the temperature its only setting.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,9 +77,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_N: Tensor | None, e_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, target_N, entropy_N = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         products = Products(hidden_ND, weight_VD, ctx.temperature)
-        gradients = InputGradients(products, hidden_ND if wants_hidden else None, weight_VD if wants_weight else None)
+        gradients = InputGradients(products, hidden_ND, weight_VD, ctx.needs_input_grad)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for chunk, h_RD, dz_RV, blocks in _chunks(hidden_ND, products, ctx.chunk_size):
                 for rows, z_SV, logp_SV in blocks:
@@ -146,18 +145,16 @@ class InputGradients:
     """The gradients of states and output weight, from those of the logits of all rows, some rows at a time.
 
     Args:
-        hidden_ND: The states; None without a gradient.
-        weight_VD: The output weight; None without a gradient.
+        are_needed: Whether each of the two is, at the first two places.
 
     Attributes:
         hidden_ND: Gradient of the states; None without.
     """
 
-    def __init__(self, products: Products, hidden_ND: Tensor | None, weight_VD: Tensor | None) -> None:
-        self._products = products
-        self._dtype = None if weight_VD is None else weight_VD.dtype
-        self.hidden_ND = None if hidden_ND is None else torch.empty_like(hidden_ND)
-        self._sum_VD = None if weight_VD is None else torch.zeros_like(weight_VD, dtype=products.dtype)
+    def __init__(self, products: Products, hidden_ND: Tensor, weight_VD: Tensor, are_needed: Sequence[bool]) -> None:
+        self._products, self._dtype = products, weight_VD.dtype
+        self.hidden_ND = torch.empty_like(hidden_ND) if are_needed[0] else None
+        self._sum_VD = torch.zeros_like(weight_VD, dtype=products.dtype) if are_needed[1] else None
 
     def add(self, rows: slice, h_RD: Tensor, dz_RV: Tensor) -> None:
         """Take in some rows: their states and the gradients of their logits, both as factors."""
