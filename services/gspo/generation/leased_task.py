@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from gspo.common.config.engines import GenerationConfig
 from gspo.common.streams.inbox import Delivery, EntryOutput, EntryState, Inbox
@@ -135,9 +136,10 @@ class Saver:
             for rollout in leased.in_flight.values():
                 if not paused and not self._is_due(rollout):
                     continue
-                running = self._engine.partial_output(rollout.request_id)
-                state, place = rollout.next_save(running, 0 if paused else leased.delivery.num_deliveries)
-                tokens = rollout.tokens(len(running.token_ids))
+                num_running = self._engine.num_sampled(rollout.request_id)
+                read = partial(self._engine.partial_output, rollout.request_id)
+                state, place = rollout.next_save(num_running, read, 0 if paused else leased.delivery.num_deliveries)
+                tokens = rollout.tokens(num_running)
                 saved = EntryState(leased.delivery, rollout.rollout_key, state, tokens, place)
                 states[leased.source.inbox].append(saved)
                 reported.append((rollout, tokens.num_sampled))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
@@ -288,28 +288,30 @@ class InFlightRollout:
         _append(state, running)
         return state
 
-    def next_save(self, running: Tokens, num_deliveries: int) -> tuple[bytes, int]:
+    def next_save(self, num_running: int, read: Callable[[int], Tokens], num_deliveries: int) -> tuple[bytes, int]:
         """The next save and its place: a piece of new tokens where nothing else has changed since the last one.
 
         The caller sets `num_pieces` to -1 if it was not saved.
 
         Args:
-            running: The tokens of the running request.
+            num_running: Tokens of the running request.
+            read: Reads them from a place on.
             num_deliveries: As of `snapshot`.
 
         Returns:
             The bytes of a piece and its place behind the whole state, from 1; or of a whole state, and 0.
         """
         num_kept, num_before = len(self.state.token_ids), self.num_saved
-        self.num_saved, self.saved_s = num_kept + len(running.token_ids), time.monotonic()
+        self.num_saved, self.saved_s = num_kept + num_running, time.monotonic()
         head = self._without_tokens(num_deliveries)
         follows = self.num_pieces >= 0 and head == self._saved_head and num_before <= self.num_saved
         self.num_pieces, self._saved_head = self.num_pieces + 1 if follows else 0, head
         if not follows:
-            return self.snapshot(running, num_deliveries).SerializeToString(), 0
+            return self.snapshot(read(0), num_deliveries).SerializeToString(), 0
         piece = RolloutState(**tokens_between(self.state, num_before))
-        for name, values in tokens_between(running, max(0, num_before - num_kept)).items():
-            getattr(piece, name).extend(values)
+        sampled = read(max(0, num_before - num_kept))
+        for name in SAMPLED:
+            getattr(piece, name).extend(getattr(sampled, name))
         return piece.SerializeToString(), self.num_pieces
 
     def _without_tokens(self, num_deliveries: int) -> bytes:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo.common.streams.entries import saved_state
+from gspo.common.streams.entries import saved_state, tokens_between
 from gspo.generation.engine.api import Completion, Finish, Tokens
 from gspo.generation.leased_task import num_failed_deliveries
 from gspo.generation.rollout.in_flight import Action, InFlightRollout, PlainAction, SampleAction
@@ -227,13 +227,18 @@ class Saved:
         return b"".join(self.parts)
 
 
+def next_save(rollout: InFlightRollout, running: Tokens) -> tuple[bytes, int]:
+    """The save while a request has sampled these tokens."""
+    return rollout.next_save(len(running.token_ids), lambda first: Tokens(**tokens_between(running, first)), 1)
+
+
 def test_saves_of_a_growing_answer_write_each_token_once() -> None:
     rollout, saved = in_flight(task=GroupTask(group=7, sampling=Sampling(max_tokens=40_000))), Saved()
     for turn in range(4):
         for num_running in range(0, 8000, 250):
-            saved.write(*rollout.next_save(piece([100_000 + turn] * num_running, version=turn), 1))
+            saved.write(*next_save(rollout, piece([100_000 + turn] * num_running, version=turn)))
         rollout.on_sampled(piece([100_000 + turn] * 8000, version=turn))
-    saved.write(*rollout.next_save(NO_TOKENS, 1))
+    saved.write(*next_save(rollout, NO_TOKENS))
     whole = rollout.snapshot(NO_TOKENS, 1).SerializeToString()
     assert saved_state(saved.read()) == saved_state(whole)
     assert saved.num_bytes < 1.1 * len(whole)
@@ -245,7 +250,7 @@ def test_the_sets_that_tokens_were_sampled_from_follow_them_through_saves_and_tu
     rollout, saved = in_flight(task=task), Saved()
     rollout.on_reset("v1", "0")
     for num in (2, 5, 6):
-        saved.write(*rollout.next_save(cut_piece([10, 11, 12, 13, 14, 15][:num]), 1))
+        saved.write(*next_save(rollout, cut_piece([10, 11, 12, 13, 14, 15][:num])))
     assert len(saved.parts) == 3
     taken_over = in_flight(saved.read(), task)
     taken_over.on_sampled(cut_piece([16, 17]))
@@ -261,12 +266,12 @@ def test_the_sets_that_tokens_were_sampled_from_follow_them_through_saves_and_tu
 def test_a_rollout_that_begins_anew_is_saved_whole() -> None:
     rollout, saved = in_flight(), Saved()
     for num in (2, 3):
-        saved.write(*rollout.next_save(piece([10, 11, 12][:num]), 1))
+        saved.write(*next_save(rollout, piece([10, 11, 12][:num])))
     assert len(saved.parts) == 2
     rollout.restart()
-    saved.write(*rollout.next_save(piece([20]), 1))
+    saved.write(*next_save(rollout, piece([20])))
     assert [len(saved.parts), list(RolloutState.FromString(saved.read()).token_ids)] == [1, [20]]
-    saved.write(*rollout.next_save(piece([20, 21]), 1))
+    saved.write(*next_save(rollout, piece([20, 21])))
     assert (len(saved.parts), in_flight(saved.read()).context) == (2, [1, 2, 20, 21])
 
 
@@ -302,7 +307,7 @@ def test_any_course_ends_within_its_limits_and_is_the_same_from_any_save(
         version = num_observed = num_sampled = 0
         for tick in range(200):
             if tick in saves | kills:
-                saved.write(*rollout.next_save(NO_TOKENS, 1))
+                saved.write(*next_save(rollout, NO_TOKENS))
             if tick in kills:
                 segment_start = rollout._segment_start
                 rollout = in_flight(saved.read(), task)
