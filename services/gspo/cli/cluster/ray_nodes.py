@@ -38,7 +38,6 @@ class RayNodes:
         self._cluster, self._config, self._say = cluster, config, say
         self._reservations = [Reservation(cluster, config, demand) for demand in asked]
         self._of_process = {name: it for it in self._reservations for name in it.demand.processes}
-        self._seats: dict[str, Sequence[Seat]] = {}
         self._waiting: dict[str, float] = {}
 
     def __enter__(self) -> RayNodes:
@@ -70,15 +69,14 @@ class RayNodes:
 
     async def table(self) -> str:
         """A line for each process on each of its nodes, with its GPUs and planned memory."""
-        for process in self._of_process:
-            self._seats[process] = await self._of_process[process].seats(process)
-        return await asyncio.to_thread(self._table)
+        seats = {process: await it.seats(process) for process, it in self._of_process.items()}
+        return await asyncio.to_thread(self._table, seats)
 
-    def _table(self) -> str:
+    def _table(self, seats_of: Mapping[str, Sequence[Seat]]) -> str:
         config, model = self._config, read_planned_model(self._config)
         on_node: dict[str, dict[str, tuple[Gpu, ...]]] = {}
         rows: list[tuple[str, ...]] = []
-        for process, seats in self._seats.items():
+        for process, seats in seats_of.items():
             for seat in seats:
                 on_node.setdefault(seat.node.name, {})[process] = seat.gpus
         on_gpus = any(gpus for of_node in on_node.values() for gpus in of_node.values())
@@ -143,11 +141,10 @@ class RayNodes:
                 if time.monotonic() - last_line_s > _SAY_S:
                     last_line_s = time.monotonic()
                     self._say(await asyncio.to_thread(self._wait_in_words, reservation.demand))
-            seats = self._seats[process] = await asking
+            return await asking
         finally:
             asking.cancel()
             del self._waiting[process]
-        return seats
 
     def _check_service(self, process: str) -> None:
         service = process.rpartition("-")[0]
