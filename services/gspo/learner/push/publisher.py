@@ -294,7 +294,8 @@ class Publisher:
         except PushFailedError as failure:
             if failure.status is grpc.StatusCode.UNAUTHENTICATED:
                 token_rejected_by(self._service, replica.name)
-            log.warning("generator_silent", generator=replica.name, status=failure.status.name)
+            else:
+                log.warning("generator_silent", generator=replica.name, status=failure.status.name)
             return str(failure)
         if not description.asleep:
             self._note_awake(replica)
