@@ -23,7 +23,7 @@ need = @command -v $(1) >/dev/null || { echo "not tested: $(2); $(1) is missing 
 all = @failed=; for command in $(1); do echo "$$command"; $$command || failed="$$failed  $$command\n"; done; \
   [ -z "$$failed" ] || { printf "failed:\n$$failed" >&2; exit 1; }
 
-.PHONY: help setup demo test test-quick test-long test-promises nightly release gpu-test compose-test slurm-test browser-test lint docs bench chaos proto lock clean
+.PHONY: help setup demo test test-quick test-long test-promises nightly release gpu-test compose-test browser-test lint docs bench chaos proto lock clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -62,9 +62,6 @@ release: setup ## The wheel in dist/ and the version's tag; refused while an are
 
 compose-test: setup ## docker-compose.yml with a Docker engine: build, run, scale, kill; SCENARIOS=agents (Error 3: no engine, not tested)
 	$(BIN)/python -m tests.compose $(SCENARIOS)
-
-slurm-test: setup ## Slurm with two nodes: train, two jobs on one node, lost nodes, time limit (Error 3: not root, not tested)
-	$(BIN)/python -m tests.slurm $(SCENARIOS)
 
 browser-test: setup ## The HTTP APIs against pages of other sites (Error 3: no Chromium, not tested)
 	$(call need,chromium,pages of other sites,chromium)

@@ -69,7 +69,13 @@ _COMMANDS = (
     Area("site", "the documentation as a site, every link and anchor", ("make", "docs"), 10),
     Area("browser", "HTTP APIs and the page against other sites, in Chromium", (*_PYTEST, *_PAGES), 20, "chromium"),
     Area("compose", "docker-compose.yml: build, run, scale, kill", _python("-m", "tests.compose"), 40),
-    Area("slurm", "two Slurm nodes: train, lose a node, time limit", _python("-m", "tests.slurm"), 40),
+    Area(
+        "slurm",
+        "the batch file of docs/cluster.md on a real Slurm: lose a node, requeue, train on",
+        (*_PYTEST, "tests/slurm/batch_job.py"),
+        30,
+        "slurmctld",
+    ),
     Area("promises", "every promise broken on purpose, noticed by its tests", _python("-m", "tests.promises"), 180),
     Area(
         "chaos-engines",
