@@ -86,7 +86,7 @@ def test_a_block_with_an_open_bracket_is_refused() -> None:
         "docker compose run --rm gspo reprt /runs/current",
         "curl http://127.0.0.1:8081/v1/reward",
         "curl -d {} http://127.0.0.1:8081/v1/state",
-        "sbatch deploy/slurm/gspo.sbatch config.yaml --resum",
+        "sbatch deploy/ray/gspo.sbatch config.yaml --resum",
         "torchrun --nnodes 2 -m gspo.learner --run-dri x",
         "pip install '.[cud]'",
         "cp examples/arithmetic/distil.yaml x",

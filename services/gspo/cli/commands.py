@@ -60,9 +60,6 @@ def run(
     config: Annotated[Path, typer.Argument(help="Configuration file, or with --resume a run directory.")],
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped or killed.")] = False,
     plain: Plain = False,
-    slurm: Annotated[
-        bool, typer.Option("--slurm", help="Use all nodes of the Slurm job of this batch script.")
-    ] = False,
     leave_out: Annotated[
         int | None,
         typer.Option(metavar="STEP", min=1, help="With --resume, go on without this step, whose training fails."),
@@ -94,10 +91,6 @@ def run(
         from gspo.cli.cluster.ray_run import run_on_ray
 
         raise typer.Exit(run_on_ray(config, resume=resume, leave_out=leave_out, plain=plain, console=Console()))
-    if slurm:
-        from gspo.cli.slurm.slurm_run import run_on_slurm
-
-        raise typer.Exit(run_on_slurm(config, resume=resume, leave_out=leave_out, console=Console()))
     raise typer.Exit(run_to_the_end(config, resume=resume, leave_out=leave_out, plain=plain, console=Console()))
 
 

@@ -327,5 +327,5 @@ def _check_files(arguments: Sequence[str], *, is_whole: bool) -> None:
 
 
 def _check_sbatch(arguments: Sequence[str], *, is_whole: bool) -> None:
-    _require((ROOT / "deploy/slurm" / Path(arguments[0]).name).is_file(), f"{arguments[0]} does not exist")
+    _require((ROOT / "deploy/ray" / Path(arguments[0]).name).is_file(), f"{arguments[0]} does not exist")
     check_click(_command_of(app).commands["run"], "gspo run", arguments[1:], is_whole=False)

@@ -7,10 +7,8 @@ GPU, or a whole node where no node has GPUs; there, generators take the nodes wi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from gspo.cli.processes.placement import Placement, place
 from gspo.common.config.schema import Config
@@ -37,43 +35,11 @@ class Layout:
         nodes: By process, such as "generation-0"; only the learner may have several.
         placements: By node, the GPUs of its processes.
         ranks_a_node: Ranks of the learner on each of its nodes.
-        num_free: By node, the GPUs without a process.
     """
 
     nodes: Mapping[str, tuple[str, ...]]
     placements: Mapping[str, Placement]
     ranks_a_node: int
-    num_free: Mapping[str, int]
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the learner on all nodes."""
-        return self.ranks_a_node * len(self.nodes[LEARNER_PROCESS])
-
-    def table(self) -> str:
-        """A line for each process and node, with its GPUs there, and one for the free GPUs of each node."""
-        lines = []
-        for process, nodes in self.nodes.items():
-            for node in nodes:
-                gpus = ",".join(gpu.name for gpu in self.placements[node].gpus.get(process, ()))
-                lines.append(f"{process}  {node}{f'  GPU {gpus}' if gpus else ''}")
-        lines += [f"nobody  {node}  {number} GPUs" for node, number in self.num_free.items() if number]
-        return "\n".join(lines)
-
-    def write(self, file: Path) -> None:
-        """Write for every process and node the environment variables of the process there, as `task` reads it."""
-        variables = {
-            process: {node: self.placements[node].environment(process) | self._of_ranks(process) for node in nodes}
-            for process, nodes in self.nodes.items()
-        }
-        file.write_text(json.dumps(variables, indent=1))
-
-    def _of_ranks(self, process: str) -> dict[str, str]:
-        """The variables by which the learner sees that a launcher has started it, as torchrun sets them."""
-        if process != LEARNER_PROCESS or self.num_ranks == 1:
-            return {}
-        sizes = {"WORLD_SIZE": self.num_ranks, "LOCAL_WORLD_SIZE": self.ranks_a_node, "RANK": 0, "LOCAL_RANK": 0}
-        return {name: str(size) for name, size in sizes.items()}
 
 
 def lay_out(config: Config, nodes: Sequence[Node]) -> Layout:
@@ -105,7 +71,7 @@ def lay_out(config: Config, nodes: Sequence[Node]) -> Layout:
         node.name: place(local, [process for process, where in places.items() if node.name in where], node.gpus)
         for node in nodes
     }
-    return Layout(places, placements, ranks_a_node, idle if on_gpus else {})
+    return Layout(places, placements, ranks_a_node)
 
 
 def _learner_nodes(config: Config, free: Mapping[str, int], *, on_gpus: bool) -> tuple[str, ...]:

@@ -90,7 +90,6 @@ class ServiceProcess:
         since_unix_s: Time of its start.
         instance: Its newest heartbeat.
         problem: The reason why it is not ready, where one is known.
-        is_lost: Whether it ended with its node, and is not started again.
     """
 
     name: str
@@ -98,7 +97,6 @@ class ServiceProcess:
     instance: Instance | None = None
     ready: bool = False
     problem: str = ""
-    is_lost: bool = False
 
     @property
     def service(self) -> str:
@@ -204,7 +202,7 @@ class View:
     @property
     def waiting_to_start(self) -> list[ServiceProcess]:
         """Processes that are not ready yet."""
-        return [process for process in self.processes.values() if not process.ready and not process.is_lost]
+        return [process for process in self.processes.values() if not process.ready]
 
     def waited_for(self) -> str:
         """The processes that are not ready, each with its activity and its duration."""

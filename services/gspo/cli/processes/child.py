@@ -36,7 +36,6 @@ class Program:
         environment: Variables beside those of the supervisor, at every start.
         preflight: A process that has checked the configuration and becomes its first one; None starts a new one.
         ended: Called after a death, when the process and its children have ended.
-        loss: Asked after a death: why the program cannot start again, while the others go on; empty where it can.
         place: Makes its child elsewhere than on this machine; None for a process of this machine.
     """
 
@@ -46,7 +45,6 @@ class Program:
     environment: Mapping[str, str] = field(default_factory=dict)
     preflight: PreflightProcess | None = None
     ended: Callable[[], Awaitable[None]] | None = None
-    loss: Callable[[], Awaitable[str]] | None = None
     place: Callable[[Program, Path, Mapping[str, str]], Child] | None = None
 
 

@@ -44,7 +44,6 @@ class ProcessSupervisor:
 
     Attributes:
         children: All programs, by name.
-        lost: Names of those that ended with their place, and are not started again.
     """
 
     def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None], supervisor_id: str = "") -> None:
@@ -52,7 +51,6 @@ class ProcessSupervisor:
         self._supervisor_id = supervisor_id or uuid.uuid4().hex
         self._guard: subprocess.Popen[str] | None = None
         self.children: dict[str, Child] = {}
-        self.lost: set[str] = set()
         self._keepers: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
 
@@ -155,10 +153,6 @@ class ProcessSupervisor:
                 return
             if child.program.ended:
                 await child.program.ended()
-            if child.program.loss and (loss := await child.program.loss()):
-                self.lost.add(child.name)
-                self._say(f"{child.name} has ended: {loss}. The run continues without it")
-                return
             if code == EXIT_START_AGAIN:
                 self._say(f"{child.name} starts again: {child.last_words()}")
                 continue

@@ -139,8 +139,6 @@ async def _until_over(
 
     async def refresh() -> None:
         while True:
-            for name in supervisor.lost & view.processes.keys():
-                view.processes[name].is_lost = True
             screen.show(view)
             await asyncio.sleep(REFRESH_S)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,6 @@ def test_who_is_where(
 ) -> None:
     layout = lay_out(run_of(tmp_path, **demand), allocation(*num_gpus))
     assert {process: gpus_of(layout, process) for process in layout.nodes} == expected
-    assert all(process in layout.table() for process in expected)
 
 
 @pytest.mark.parametrize(
@@ -101,30 +99,10 @@ def test_under_shared_placement_generators_have_the_gpus_of_the_ranks_on_each_no
         "generation-1": {"n2": "0,1,2,3"},
         "generation-2": {"n1": "4,5,6,7"},
     }
-    assert layout.table().splitlines()[-1] == "nobody  n3  8 GPUs"
-    layout.write(tmp_path / "layout.json")
-    variables = json.loads((tmp_path / "layout.json").read_text())["learner-0"]
-    assert variables["n1"][GENERATORS_PER_GPU] == "1,1,1,1,1,1,1,1"
-    assert variables["n2"][GENERATORS_PER_GPU] == "1,1,1,1,0,0,0,0"
+    assert layout.placements["n1"].environment("learner-0")[GENERATORS_PER_GPU] == "1,1,1,1,1,1,1,1"
+    assert layout.placements["n2"].environment("learner-0")[GENERATORS_PER_GPU] == "1,1,1,1,0,0,0,0"
 
 
 def test_a_generator_on_other_gpus_than_the_ranks_is_not_shared(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"do not fit on the GPUs of 4 rank\(s\) \(learner.ranks\)"):
         lay_out(shared_run(tmp_path, ranks=4, replicas=2, tensor=4), allocation(8, 8))
-
-
-def test_the_table_shows_gpus_without_a_process(tmp_path: Path) -> None:
-    lines = lay_out(run_of(tmp_path, ranks=4, replicas=4), allocation(8, 8)).table().splitlines()
-    assert "generation-3  n2  GPU 3" in lines
-    assert lines[-2:] == ["nobody  n1  4 GPUs", "nobody  n2  4 GPUs"]
-    assert "nobody" not in lay_out(run_of(tmp_path), allocation(0, 0)).table()
-
-
-def test_what_a_task_reads(tmp_path: Path) -> None:
-    lay_out(run_of(tmp_path, ranks=4), allocation(3, 2)).write(tmp_path / "layout.json")
-    variables = json.loads((tmp_path / "layout.json").read_text())
-    assert variables["generation-0"]["n1"]["CUDA_VISIBLE_DEVICES"] == "0"
-    assert variables["learner-0"]["n1"]["CUDA_VISIBLE_DEVICES"] == "1,2"
-    assert variables["learner-0"]["n2"]["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert variables["learner-0"]["n2"]["WORLD_SIZE"] == "4"
-    assert variables["learner-0"]["n2"]["LOCAL_WORLD_SIZE"] == "2"

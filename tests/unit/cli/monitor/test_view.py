@@ -127,12 +127,6 @@ def test_phases_follow_the_events(view: View) -> None:
     assert set(view.phases.wall_s) == {"checks", "start", "evaluation_before", "training", "evaluation_after"}
 
 
-def test_a_start_does_not_wait_for_a_lost_process(view: View) -> None:
-    names = [process.name for process in view.waiting_to_start]
-    view.processes[names[0]].is_lost = True
-    assert [process.name for process in view.waiting_to_start] == names[1:]
-
-
 def test_an_unknown_event_is_passed_over(view: View) -> None:
     assert view.apply(Event()) == []
 

@@ -60,23 +60,6 @@ async def test_an_end_is_reported_when_the_children_have_ended_too(
     assert remaining == [0, 0]
 
 
-async def test_one_that_has_lost_its_node_ends_while_the_others_continue(tmp_path: Path) -> None:
-    messages: list[str] = []
-
-    async def loss() -> str:
-        return "node n2 is lost"
-
-    async with ProcessSupervisor(tmp_path, 0, messages.append) as supervisor:
-        supervisor.start([Program("away", ("sh", "-c", "exit 3"), loss=loss), Program("here", ("sleep", "60"))])
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(3):
-                await supervisor.watch()
-        assert supervisor.children["here"].is_running
-        assert supervisor.children["away"].is_running is False
-        assert supervisor.lost == {"away"}
-    assert messages[0] == "away has ended: node n2 is lost. The run continues without it"
-
-
 def dying(kind: str = "ValueError", step: int | None = 3, *, is_outside: bool = False) -> str:
     """A command that dies as a service does."""
     failure = {"kind": kind, "place": "loss.py:7", "step": step, "is_outside": is_outside}
