@@ -30,3 +30,7 @@ def test_the_keys_of_the_page_are_those_of_the_wheel(tmp_path: Path, trainer: st
         assert name in keys, name
         assert keys[name].default == default, name
         assert word in keys[name].description, (name, keys[name].description)
+    # Keys of which the page says that nothing reads them.
+    assert trainer != "verl" or not [
+        path for path in (tmp_path / "verl/workers/engine").rglob("*.py") if "grad_clip" in path.read_text()
+    ]

@@ -1,15 +1,21 @@
 """The keys of the GSPO scripts of three trainers, with their values; paths and names are left out.
 
 TRL's is examples/scripts/gspo.py, without max_prompt_length, which version 1.16 lacks. verl's is
-examples/gspo_trainer/run_qwen3_8b_fsdp.sh on GPUs; its keys for NPUs and those of test_gspo_3b_math.sh have no value.
-OpenRLHF's is examples/scripts/train_gspo_ray_hybrid_engine.sh, with the names of version 0.11.2. They were read on
-2026-11-27.
+examples/gspo_trainer/run_qwen3_8b_fsdp.sh on GPUs. The keys that its other scripts add have no value: those of this
+script for NPUs, test_gspo_3b_math.sh, run_qwen3_30b_a3b_megatron.sh, run_qwen30b_gspo.sh, test_gspo_qwen30b_a3b_ep.sh,
+run_qwen3_omni_thinker_fsdp2.sh, examples/ascend_extras and nightly_ci_ascend. OpenRLHF's is
+examples/scripts/train_gspo_ray_hybrid_engine.sh, with the names of version 0.11.2. Read on 2026-11-27 and 28.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+_OF_MEGATRON = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("expert_tensor_parallel_size", "param_offload", "optimizer_offload", "use_mbridge", "vanilla_mbridge"),
+)
+_TRANSFORMER = "actor.megatron.override_transformer_config"
 SCRIPTS: dict[str, dict[str, Any]] = {
     "trl": {
         "model_name_or_path": None,
@@ -87,7 +93,24 @@ SCRIPTS: dict[str, dict[str, Any]] = {
                 *("actor.ulysses_sequence_parallel_size", "ref.ulysses_sequence_parallel_size", "rollout.top_p"),
                 *("rollout.enable_chunked_prefill", "rollout.max_num_batched_tokens", "rollout.top_k"),
                 *("reward.reward_manager.name", "trainer.total_training_steps", "trainer.default_local_dir"),
-                *("trainer.resume_mode", "trainer.log_val_generations"),
+                *("trainer.resume_mode", "trainer.log_val_generations", "trainer.device", "algorithm.gamma"),
+                *("algorithm.lam", "model.trust_remote_code", "data.seed", "data.val_max_samples", "data.audio_key"),
+                *("data.filter_overlong_prompts_workers", "data.mm_processor_kwargs", "data.validation_shuffle"),
+                *("actor.shuffle", "actor.data_loader_seed", "actor.kl_loss_type", "actor.optim.lr_warmup_steps"),
+                *("actor.optim.clip_grad", "actor.fsdp_config.fsdp_size", "actor.fsdp_config.model_dtype"),
+                *("actor.fsdp_config.reshard_after_forward", "actor.fsdp_config.entropy_checkpointing"),
+                *("actor.fsdp_config.ulysses_sequence_parallel_size", "actor.fsdp_config.seed"),
+                *("ref.fsdp_config.ulysses_sequence_parallel_size", "ref.fsdp_config.seed", "rollout.ignore_eos"),
+                *("ref.fsdp_config.reshard_after_forward", "ref.fsdp_config.model_dtype", "rollout.max_model_len"),
+                *("ref.entropy_from_logits_with_chunking", "ref.log_prob_micro_batch_size_per_gpu"),
+                *("rollout.log_prob_micro_batch_size_per_gpu", "rollout.calculate_log_probs"),
+                *("rollout.enable_prefix_caching", "rollout.free_cache_engine", "rollout.enforce_eager"),
+                *("rollout.cudagraph_capture_sizes", "rollout.engine_kwargs.vllm", "rollout.data_parallel_size"),
+                *("rollout.expert_parallel_size", "rollout.checkpoint_engine.update_weights_bucket_megabytes"),
+                *(f"actor.megatron.{name}" for name in _OF_MEGATRON),
+                *(f"ref.megatron.{name}" for name in _OF_MEGATRON if name != "optimizer_offload"),
+                "actor.megatron.context_parallel_size",
+                *(f"{_TRANSFORMER}.recompute_{name}" for name in ("granularity", "method", "num_layers")),
             )
         ),
     },
