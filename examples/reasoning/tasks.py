@@ -32,7 +32,7 @@ class GymTask:
     """A task of reasoning-gym.
 
     Attributes:
-        keys: Of its configuration.
+        keys: Those of its configuration.
         frame: The parts of a question that all questions share.
         is_taught: Whether the cold start has seen it.
     """

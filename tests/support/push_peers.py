@@ -208,7 +208,7 @@ async def generator(
     # The same process id for all, as the first process of every container has.
     instance = Instance("generation", name, grpc=server.address, pid=1, uid=service.uid)
     registration = Registration(
-        service.redis, service.keys, instance, service.activity, lambda: {**servicer.facts(), "cards": gpus or {}}
+        service.redis, service.keys, instance, service.activity, lambda: {**servicer.facts(), "gpus": gpus or {}}
     )
     await registration.beat()
     beating = asyncio.create_task(registration.run())

@@ -131,7 +131,6 @@ class AgentSandbox(ProgramSandbox):
         self._kill()
 
     async def close(self) -> None:
-        """End every process of it."""
         if self._process is not None:
             self._watch.remove(self._process.pid)
         self._kill()

@@ -169,7 +169,6 @@ def _beside(folder: Path, model: Path) -> tuple[str, list[str]]:
 
 
 def _config_text(folder: Path, model: str, sizes: ExampleSizes) -> str:
-    """The template with name, model and sizes."""
     text = (_TEMPLATES / "example_config.yaml").read_text()
     low, high = sizes.clip
     return text.format(

@@ -22,7 +22,6 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[str, int] = {}  # of the values that have an anchor
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next value."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._sizes:

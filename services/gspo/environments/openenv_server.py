@@ -61,12 +61,10 @@ class OpenEnvSessions:
         self._connections: dict[str, ClientConnection] = {}
 
     async def aclose(self) -> None:
-        """Close the connections, and so end their sessions."""
         for session in list(self._connections):
             await self.close(session)
 
     async def reset(self, session: str, task: dict[str, Any]) -> ServerTurn:
-        """Begin a session."""
         self._connections[session] = await self._connect()
         try:
             turn = await self._ask(session, "reset", {**task, "episode_id": session})
@@ -78,7 +76,6 @@ class OpenEnvSessions:
         return ServerTurn(turn.observation)
 
     async def step(self, session: str, number: int, action: Any) -> ServerTurn:  # noqa: ARG002 - the connection counts
-        """The answer to an action."""
         return await self._ask(session, "step", {self._action_field: action})
 
     async def num_steps(self, session: str) -> int:
@@ -86,7 +83,6 @@ class OpenEnvSessions:
         raise ServerTroubleError("session_lost", f"session {session} of {self._url} ended with its connection")
 
     async def close(self, session: str) -> None:
-        """End a session."""
         if connection := self._connections.pop(session, None):
             await connection.close()
 

@@ -121,11 +121,9 @@ class ServerEnvironment(Environment):
         return EnvironmentReply(state_json=record.to_json())
 
     def end(self, state_json: str) -> None:
-        """As in Environment."""
         self._end(SessionRecord.from_json(state_json).session)
 
     def hand_over(self, state_json: str, is_needed: Callable[[], Awaitable[bool]] | None = None) -> None:
-        """As in Environment."""
         session = SessionRecord.from_json(state_json).session
         if not self._server.needs_pings:  # it is this generator's connection
             self._end(session)

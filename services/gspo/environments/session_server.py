@@ -114,11 +114,9 @@ class HttpSessions:
         self._client = outer_client(server_header(), timeout, limits=limits)
 
     async def aclose(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     async def reset(self, session: str, task: dict[str, Any]) -> ServerTurn:
-        """Begin a session."""
         reply = await self._ask("POST", "/reset", {"episode_id": session, "task": task}, begins=True)
         turn = read_reply(reply, f"{self._url}/reset")
         if turn.done:
@@ -126,12 +124,10 @@ class HttpSessions:
         return ServerTurn(turn.observation)
 
     async def step(self, session: str, number: int, action: Any) -> ServerTurn:
-        """The answer to an action."""
         body = {"episode_id": session, "request_id": str(number), "action": action}
         return read_reply(await self._ask("POST", "/step", body), f"{self._url}/step")
 
     async def num_steps(self, session: str) -> int:
-        """The steps that a session has had."""
         reply = await self._ask("GET", "/state", query={"episode_id": session})
         if (
             not isinstance(reply, dict)
@@ -143,7 +139,6 @@ class HttpSessions:
         return int(reply["step_count"])
 
     async def close(self, session: str) -> None:
-        """End a session."""
         try:
             await self._ask("POST", "/close", {"episode_id": session}, has_content=False)
         except ServerTroubleError as error:

@@ -93,5 +93,5 @@ def _app(
         grpc=GrpcApi(
             SERVICE_NAME, lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
         ),
-        facts=lambda: {**servicer.facts(), "cards": gpus, "drafts": engine.drafts._asdict()},
+        facts=lambda: {**servicer.facts(), "gpus": gpus, "drafts": engine.drafts._asdict()},
     )

@@ -97,7 +97,6 @@ class LeasedTask:
 
     @property
     def task(self) -> GroupTask:
-        """The task that the entry holds."""
         task: GroupTask = self.delivery.message
         return task
 
@@ -120,7 +119,6 @@ class Saver:
         self._due_tokens = max(1, config.save_tokens // 2)
 
     async def run(self) -> None:
-        """Save until cancelled."""
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
             await self._save(self._leased, paused=False)

@@ -86,7 +86,6 @@ class CheckpointWriter:
             self._writing.result()
 
     def is_due(self, version: int) -> bool:
-        """Whether a checkpoint of a version is due or requested."""
         return self.is_requested or version - self._newest_step >= self._config.checkpoint_every
 
     async def write(self, version: int, *, is_last: bool = False) -> None:

@@ -66,7 +66,6 @@ class RunEndCondition:
         self.done_reason = "all prompts are used"
 
     def finish_training(self, reason: str) -> None:
-        """Training is done, for this reason."""
         self.done_reason, self.kind = reason, RUN_END_STOPPED if self.is_stopped else RUN_END_COMPLETED
 
     async def wait_for_finished(self, max_wait_s: float, on_poll: Callable[[], Awaitable[None]]) -> None:

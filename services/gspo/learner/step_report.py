@@ -66,7 +66,6 @@ class RolloutTimeline:
 
     @classmethod
     def of(cls, scored: ScoredRollout) -> Self:
-        """The timeline of a scored rollout."""
         rollout, score = scored.rollout, scored.score
         return cls(
             group=rollout.group,

@@ -47,7 +47,6 @@ class Groups:
     _ended: dict[int, str] = field(default_factory=dict)
 
     def add(self, group: int, settlement: str, reason: str = "") -> None:
-        """Count the end of a group."""
         if group in self._ended:
             self.twice.append(group)
         self._ended[group] = settlement

@@ -85,7 +85,6 @@ class TokenLedger:
 
     @property
     def line(self) -> str:
-        """The ledger as one sum."""
         _, *parts = self.rows
         text = " + ".join(f"{num:,} {name}" for name, num, _, _ in parts)
         text = f"tokens: {self.tokens[GENERATED]:,} generated = {text}"

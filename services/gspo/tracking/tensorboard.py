@@ -38,7 +38,6 @@ class TensorBoard:
             self._describe(config)
 
     def send(self, record: FigureRecord) -> None:
-        """Write a record's figures as scalars."""
         for name, value in record.figures.items():
             self._write(record.step, record.unix_s, summary=scalar(name, value))
 
@@ -47,7 +46,6 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
     def _describe(self, config: Config) -> None:

@@ -38,7 +38,6 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def send(self, record: FigureRecord) -> None:
-        """Log a record's figures beside their step."""
         self._run.log({**record.figures, "step": record.step}, step=self._num_sent)
         self._num_sent += 1
 

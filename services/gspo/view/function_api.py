@@ -38,7 +38,6 @@ class FunctionPages:
         self._page, self._functions, self._trial = page, functions, trial
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes."""
         app.get("/functions")(self.all_functions)
         app.get("/api/functions")(self.curves)
         app.get("/functions/{version}")(self.version)
@@ -46,7 +45,6 @@ class FunctionPages:
         app.post("/api/functions/{version}/trial")(self.try_version)
 
     def all_functions(self) -> HTMLResponse:
-        """The table of versions."""
         return self._page("functions.html", versions=self._functions.versions())
 
     def curves(self) -> JSONResponse:
@@ -54,7 +52,6 @@ class FunctionPages:
         return JSONResponse([curve.as_json() for curve in function_curves(self._functions.versions())])
 
     def version(self, version: VersionPath) -> HTMLResponse:
-        """A version with its source."""
         known = self._existing(version)
         others = [other for other in self._functions.versions() if other.name == known[0].name and other.source]
         trial_s = self._trial.timeout_s if self._trial else None

@@ -86,7 +86,6 @@ class Page:
         return HTMLResponse(self._templates.text(template, **values), status)
 
     def refusal(self, _request: Request, error: Exception) -> HTMLResponse:
-        """The page about an error."""
         match error:
             case HTTPException():
                 return self("error.html", error.status_code, message=error.detail)
@@ -105,12 +104,10 @@ async def _with_headers(request: Request, call_next: RequestResponseEndpoint) ->
 
 
 def _own_file(name: str, kind: str) -> FileResponse:
-    """The style sheet, and the scripts."""
     return _file(f"{name}.{kind}")
 
 
 def _library_file(name: str) -> FileResponse:
-    """A file of the library that draws."""
     return _file(f"uplot/{name}")
 
 
@@ -127,21 +124,17 @@ class RunPages:
         self._page, self._run, self._tabs = page, run, tabs
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes."""
         app.get("/")(self.run_page)
         app.get("/api/curves")(self.curves)
         app.get("/api/changes")(self.changes)
 
     def run_page(self) -> HTMLResponse:
-        """The facts of the run."""
         return self._page("run.html", **self._run.facts())
 
     def curves(self) -> JSONResponse:
-        """Its curves."""
         return JSONResponse([curve.as_json() for curve in self._run.curves()])
 
     async def changes(self) -> StreamingResponse:
-        """The stream."""
         if self._tabs.num_streams >= MAX_STREAMS:
             raise HTTPException(503, f"{MAX_STREAMS} browsers follow this page already; close tabs and load it again")
         return StreamingResponse(_changes(self._run, self._tabs), media_type="text/event-stream")
@@ -154,7 +147,6 @@ class RolloutPages:
         self._page, self._run, self._log, self._folders = page, run, log, tokenizer_folders
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes."""
         app.get("/rollouts")(self.rollouts)
         app.get("/steps/{step}/groups/{group}")(self.group)
         app.get("/steps/{step}/groups/{group}/{number}")(self.rollout)
@@ -165,7 +157,6 @@ class RolloutPages:
         return token_decoder(self._folders)
 
     def rollouts(self, request: Request) -> HTMLResponse:
-        """The table, by the query's filters."""
         query = dict(request.query_params)
         chosen = filter_of(query)
         total, rows = self._log.rollouts(chosen)
@@ -175,7 +166,6 @@ class RolloutPages:
         )  # fmt: skip
 
     def group(self, step: Place, group: GroupId) -> HTMLResponse:
-        """A prompt with its answers."""
         rows = self._log.group(step, group)
         if not rows:
             raise HTTPException(404, f"the log has no group {group} in step {step}")
@@ -186,7 +176,6 @@ class RolloutPages:
         self, step: Place, group: GroupId, number: Place, colour: str = "logp",
         start: Annotated[int, Query(ge=0)] = 0,
     ) -> HTMLResponse:  # fmt: skip
-        """A rollout with its tokens, in a colour."""
         row = self._existing(step, group, number)
         colours = COLOURS + (RECORDED_COLOURS if row.get("learner_logp") else ())
         if colour in RECORDED_COLOURS and colour not in colours:
@@ -202,7 +191,6 @@ class RolloutPages:
         )  # fmt: skip
 
     def whole_text(self, step: Place, group: GroupId, number: Place, column: str) -> PlainTextResponse:
-        """A text of a rollout."""
         row = self._existing(step, group, number)
         if column not in _WHOLE:
             raise HTTPException(404, f"give one of {', '.join(_WHOLE)}")
@@ -222,7 +210,6 @@ class ComparisonPages:
         self._page, self._runs, self._logs = page, runs, logs
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes."""
         app.get("/compare")(self.compare)
         app.get("/api/comparison")(self.curves)
 
@@ -235,7 +222,6 @@ class ComparisonPages:
         )
 
     def curves(self) -> JSONResponse:
-        """Curves with a line for each run."""
         return JSONResponse([curve.as_json() for curve in compared_curves(self._runs)])
 
 

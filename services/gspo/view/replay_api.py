@@ -22,21 +22,17 @@ class ReplayPages:
         self._page, self._run_dir = page, run_dir
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes."""
         app.get("/replays")(self.all_replays)
         app.get("/replays/{name}")(self.replay)
         app.get("/api/replays/{name}")(self.curves)
 
     def all_replays(self) -> HTMLResponse:
-        """The table of replays."""
         return self._page("replays.html", replays=list(self._readable()))
 
     def replay(self, name: NamePath) -> HTMLResponse:
-        """A replay beside the record."""
         return self._page("replay.html", name=name, result=self._existing(name))
 
     def curves(self, name: NamePath) -> JSONResponse:
-        """Its curves."""
         return JSONResponse([curve.as_json() for curve in self._existing(name).curves()])
 
     def _readable(self) -> Iterator[tuple[str, ReplayResult | None, str]]:

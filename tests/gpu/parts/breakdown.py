@@ -41,7 +41,7 @@ def note_breakdown(case: PartRun, trainer: Trainer, step: int, rows: list[Row], 
     """Profile one step: note the seconds of each part of it, and those in which the GPU waited.
 
     Args:
-        step_s: Of a step without the profiler, which slows the host.
+        step_s: Seconds of a step without the profiler, which slows the host.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if case.on_gpu else [])]
     with _named_modules(trainer), profile(activities=activities) as profiled:

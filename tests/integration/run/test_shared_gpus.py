@@ -127,7 +127,7 @@ class Struck:
 
     Attributes:
         seen: Observations between its kills.
-        starts: Of its learner.
+        starts: Those of its learner.
     """
 
     run: WholeRun

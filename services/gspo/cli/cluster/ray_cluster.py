@@ -37,7 +37,7 @@ class ClusterNode:
     Attributes:
         name: Unique among the nodes.
         num_cpus: As Ray counts them.
-        facts: Of `node_survey.look`; empty before the survey.
+        facts: Those of `node_survey.look`; empty before the survey.
     """
 
     id: str
@@ -58,7 +58,7 @@ class RayCluster:
     """A connection to a cluster; use it as a context.
 
     Args:
-        namespace: Of the actors of this run.
+        namespace: That of the run's actors.
     """
 
     def __init__(self, namespace: str) -> None:

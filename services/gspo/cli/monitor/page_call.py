@@ -72,7 +72,6 @@ def open_view(run_dir: Path, port: int, path: str, note: str) -> str:
 
 
 def _coordinators(run_dir: Path) -> list[Instance]:
-    """The coordinator of a run, if it runs."""
     try:
         run = open_run(run_dir)
         instances = asyncio.run(read_instances(run.redis_url, run.config)) if run.redis_url else []

@@ -42,7 +42,6 @@ class PlainScreen:
         self._last_line = time.monotonic()
 
     def say(self, line: ScreenLine) -> None:
-        """Print the line."""
         text = Text(f"{time.strftime('%H:%M:%S')}  {_with_label(line)}", STYLES[line.kind])
         self._console.print(text, soft_wrap=True, highlight=False)
         self._last_line = time.monotonic()
@@ -72,7 +71,6 @@ class LiveScreen:
             self._live.console.print(Text(_with_label(line), STYLES[line.kind]), highlight=False)
 
     def show(self, view: View) -> None:
-        """Draw."""
         self._view = view
         self._live.update(draw(view), refresh=True)
 

@@ -323,7 +323,6 @@ def load_history(view: View) -> list[StepRecord]:
 
 
 def step_line(view: View) -> str:
-    """The newest step in one line."""
     figures = view.figures
     parts = [f"step {view.step}/{view.total_steps}" if view.total_steps else f"step {view.step}"]
     parts += [f"{label} {form.format(figures[name])}".strip() for label, name, form in _STEP_CELLS if name in figures]

@@ -107,7 +107,6 @@ class Choice:
 
     @property
     def replicas(self) -> int:
-        """Generators."""
         return self.config.generation.replicas
 
     @property

@@ -73,7 +73,6 @@ class Planned:
 
 
 def machine_of(request: PlanRequest, gpu: GpuKind) -> PlannedMachine:
-    """The machine of a request on such GPUs."""
     gpu_bytes = gpu.memory_bytes if request.gpu is None or request.gpu_gb is None else request.gpu_gb * GIB
     host_bytes = HOST_SHARE * gpu_bytes * min(request.num_gpus, request.gpus_per_host)
     if request.host_gib is not None:

@@ -83,7 +83,6 @@ class PlannedTimes:
 def times_of(
     choice: Choice, profile: ModelProfile, lengths: RolloutLengths, gpu: GpuKind, rates: Mapping[str, Rate]
 ) -> PlannedTimes:
-    """The times of a choice on GPUs with these rates."""
     config, policy = choice.config, policy_bytes(choice.config, profile.num_parameters)
     share = rates["mixture_flops_share" if profile.is_mixture else "train_flops_share"]
     products = seconds(training_flops(config, profile, lengths), share, gpu.flops * choice.ranks)

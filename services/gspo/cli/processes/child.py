@@ -99,7 +99,6 @@ class Child(ABC):
         return self.program.command + (self.program.restart_options if is_restart else ())
 
     def describe_end(self, code: int) -> str:
-        """The end with this exit code, in words."""
         return describe_exit(code)
 
     def last_words(self) -> str:

@@ -61,7 +61,6 @@ class Placement:
         return _visible(self.free) if self.free else {}
 
     def generators_on(self, gpu: Gpu) -> list[str]:
-        """The generators that use a GPU."""
         return [name for name, gpus in self.gpus.items() if name.startswith(GENERATION) and gpu in gpus]
 
     def taken(self) -> list[Gpu]:

@@ -123,7 +123,6 @@ def planned_memory(
 
 
 def rank_of(config: Config, model: PlannedModel, *, on_gpu: bool) -> RankMemory:
-    """The memory of one rank of the learner."""
     return rank_memory(config, model.size, max(1, config.learner.ranks), profile=model.profile, on_gpu=on_gpu)
 
 

@@ -99,7 +99,6 @@ class PreflightProcess:
         return self._process
 
     def end(self) -> None:
-        """Kill the process and its children."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

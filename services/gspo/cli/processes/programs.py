@@ -46,7 +46,6 @@ class Job:
 
     @property
     def learner_options(self) -> tuple[str, ...]:
-        """Further options of the learner."""
         return () if self.leave_out is None else ("--leave-out", str(self.leave_out))
 
     @property

@@ -113,7 +113,6 @@ class ChangedKeys:
 
     @property
     def rounding(self) -> list[str]:
-        """Those that change rounding."""
         return [name for name in self.values if _fits(name, _ROUNDING)]
 
     @property

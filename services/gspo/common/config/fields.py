@@ -142,7 +142,6 @@ class Owner:
 
     @property
     def fix(self) -> str:
-        """The remedy."""
         return "Leave it out" if self.is_rival else f"Leave it out, or set {self.text}"
 
 
@@ -197,7 +196,6 @@ class Section(BaseModel):
 
     @property
     def used(self) -> bool:
-        """Whether the section has a kind."""
         return bool(self.kind)
 
     def wrong(self, key: str, rule: str, fix: str) -> ConfigError:

@@ -478,7 +478,6 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
-        """The run directory."""
         return self.run.directory / self.name
 
     @property
@@ -497,7 +496,6 @@ class Config(Section):
         return self.model_copy(update=changed)
 
     def with_teacher_as_model(self) -> Config:
-        """A copy whose model is the teacher."""
         keys = ("path", "trust_remote_code", "allow_pickle")
         return self.with_keys(model={key: getattr(self.teacher, key) for key in keys})
 

@@ -31,7 +31,6 @@ class RowTally:
     first: str = ""
 
     def add(self, place: str) -> None:
-        """Count one more row."""
         self.count += 1
         self.first = self.first or place
 
@@ -134,7 +133,6 @@ class ColumnSurvey:
             facts.kinds[NO_VALUE] = RowTally(self.num_rows, self._first_place)
 
     def without_value(self, name: str) -> RowTally:
-        """The rows without a value of a column."""
         return self.columns[name].kinds.get(NO_VALUE, RowTally())
 
     def mistakes(self, *, prompt_column: str) -> Iterator[str]:

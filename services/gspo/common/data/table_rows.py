@@ -112,7 +112,6 @@ def _numbered(batches: Iterable[Any], columns: TableColumns) -> Iterator[tuple[i
 
 
 def _inner(kind: pa.DataType) -> list[pa.DataType]:
-    """The types within a type."""
     import pyarrow as pa
 
     if isinstance(kind, pa.BaseExtensionType):

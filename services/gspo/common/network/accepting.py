@@ -62,7 +62,6 @@ class ConnectionCounts:
         return ""
 
     def end(self, address: str) -> None:
-        """A counted connection has ended."""
         self._of_address[address] -= 1
         if not self._of_address[address]:
             del self._of_address[address]

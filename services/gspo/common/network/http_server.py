@@ -278,7 +278,6 @@ class _QuietServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave them."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -300,7 +299,6 @@ class _QuietServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def stop_accepting(self) -> None:
-        """Accept no more."""
         if self._accepting is not None:
             self._accepting.cancel()
 

@@ -34,7 +34,6 @@ class HostMemory:
 
     @property
     def total(self) -> float:
-        """Bytes of all parts."""
         return self.ranks + self.published + self.staged + self.processes
 
 

@@ -118,7 +118,6 @@ def await_start(options: Options) -> Options:
 
 
 def _parser(service: str, meaning: str) -> argparse.ArgumentParser:
-    """The options that every service has."""
     parser = argparse.ArgumentParser(prog=f"python -m gspo.{service}", description=meaning)
     parser.add_argument("--check", type=Path, metavar="FILE", help="check a configuration for this service, and exit")
     parser.add_argument("--wait", action="store_true", help="after --check, wait for a start command on stdin")
@@ -181,7 +180,6 @@ class StartCommand:
 
 
 def report_checked() -> None:
-    """Report that the check has passed."""
     with _other_end() as connection:
         connection.sendall(CHECKED)
 

@@ -69,5 +69,4 @@ class GpuShift:
 
 
 def new_shift(epoch: int, side: Side, purpose: str = "") -> Shift:
-    """A shift that begins now."""
     return Shift(epoch, side, purpose, time.time())

@@ -48,12 +48,10 @@ class PatientRedis(Redis):
     """Tries a refused command again until Redis accepts it."""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """As Redis.execute_command."""
         command: Any = super().execute_command
         return await _until_accepted(self.connection_pool, lambda: command(*args, **options))
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> Pipeline:
-        """As Redis.pipeline."""
         return _PatientPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
 
 
@@ -103,7 +101,6 @@ class _Patience(Retry):
     async def call_with_retry(
         self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False
     ) -> Any:
-        """As Retry does it."""
         may_pass = is_retryable or (lambda error: redis_refusal(error) is None)
         return await super().call_with_retry(do, fail, may_pass, with_failure_count)
 
@@ -124,7 +121,6 @@ class _Connection(AbstractConnection):
     broken_off: _BrokenOff
 
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
-        """As AbstractConnection.send_packed_command."""
         before = _num_cancellations()
         await super().send_packed_command(command, check_health)
         if _num_cancellations() > before:

@@ -69,7 +69,6 @@ class Rule:
     rollouts: str = "/rollouts?step={step}"
 
     def has_figures(self, step: Mapping[str, float]) -> bool:
-        """Whether a step has all figures of the rule."""
         return all(name in step for name in self.figures)
 
     def finding(self, steps: Steps, config: Config, since: int = 0, rollouts: str = "") -> Finding:
@@ -97,7 +96,6 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """All of it in sentences."""
         causes = f" Likely: {'; or '.join(self.causes)}." if self.causes else ""
         tries = f" Try {', or '.join(self.tries)}." if self.tries else ""
         since = f", since step {self.since}" if self.since else ""

@@ -182,7 +182,6 @@ def _collapses(steps: Steps, _config: Config) -> bool:
 
 
 def _above(figure: str, bound: Callable[[BoundsConfig], float]) -> Callable[[Steps, Config], bool]:
-    """Whether a figure is above a bound in all steps."""
     return lambda steps, config: all(step[figure] > bound(config.rules.bounds) for step in steps)
 
 

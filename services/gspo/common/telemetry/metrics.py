@@ -30,7 +30,6 @@ class ServiceMetrics:
         return Counter(name, meaning, labels, registry=self.registry)
 
     def gauge(self, name: str, meaning: str, labels: Sequence[str] = ()) -> Gauge:
-        """Declare a gauge."""
         return Gauge(name, meaning, labels, registry=self.registry)
 
     def histogram(

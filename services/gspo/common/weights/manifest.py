@@ -69,7 +69,6 @@ def policy_digest(tensors: Iterable[NamedTensor]) -> str:
 
 
 def entries_of(tensors: Iterable[NamedTensor]) -> list[ManifestEntry]:
-    """The manifest of these tensors."""
     return _entries(tensors, lambda data: str(fingerprint(np.frombuffer(_bytes(data), np.uint8))))
 
 

@@ -29,6 +29,5 @@ class TimeLimit:
         return max(self._least_s, _MARGIN * num_bytes / min(self._bytes_s))
 
     def record(self, num_bytes: int, seconds: float) -> None:
-        """Record that work on `num_bytes` succeeded in `seconds`."""
         if num_bytes and seconds > 0:
             self._bytes_s.append(num_bytes / seconds)

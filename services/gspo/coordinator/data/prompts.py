@@ -57,7 +57,7 @@ class PromptSet:
         num_rows: Usable and skipped.
         left_out: Columns of bytes that no task has -> "images" or "bytes".
         num_continued: Prompts whose last message is the assistant's, which the policy continues.
-        hashes: Of the text of every usable prompt, in the file's order; those of one process can be compared.
+        hashes: The hash of every usable prompt's text, in the file's order; those of one process can be compared.
 
     Raises:
         InputError: The files cannot be used; names the key, and the line where one is at fault.

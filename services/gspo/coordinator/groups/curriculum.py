@@ -94,7 +94,6 @@ class Curriculum:
 
     @property
     def num_results(self) -> int:
-        """Results that it knows."""
         return len(self._groups)
 
     def needs(self, group: int) -> int:

@@ -323,13 +323,11 @@ class _GroupSpans:
         self.live(self._live_version)
 
     def live(self, version: int) -> None:
-        """A generator serves `version`."""
         self._live_version = version
         for served in [trained for trained in self._not_live if trained <= version]:
             self.ended(self._not_live.pop(served), TRAINED)
 
     def ended(self, groups: Iterable[int], settlement: str) -> None:
-        """Groups have ended."""
         now = time.time()
         for group in groups:
             if (began := self._issued.pop(group, None)) is not None:

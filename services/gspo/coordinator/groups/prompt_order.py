@@ -72,12 +72,10 @@ class FixedOrder:
         self.num_groups = None if epochs is None else max(1, round(sum(lengths) * epochs))
 
     def place(self, group: int) -> PromptPlace:
-        """The prompt of any group."""
         source, number = self._sources.place(group)
         return PromptPlace(source, self._of_source[source].place(number))
 
     def needs(self, _group: int) -> int:
-        """None."""
         return 0
 
     def learn(self, results: Iterable[tuple[int, bool | None]]) -> None:

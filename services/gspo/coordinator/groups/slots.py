@@ -30,7 +30,6 @@ class OpenGroup:
     progress: int = 0
 
     def to_json(self) -> str:
-        """The value in the hash."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -91,7 +90,6 @@ class Slots:
 
     @property
     def num_taken(self) -> int:
-        """Slots in use."""
         return len(self.open) + self.num_trained
 
     @property

@@ -48,7 +48,6 @@ class Secrets:
         self._ends: dict[bytes, float] = {}
 
     def make(self) -> str:
-        """A new value."""
         value = secrets.token_urlsafe(_SECRET_BYTES)
         while len(self._ends) >= self._max_count:
             del self._ends[next(iter(self._ends))]

@@ -29,7 +29,7 @@ class HttpStreams:
 
     Attributes:
         refusal: Why the server refused the newest request; None where it did not.
-        pid, last_line: Of a program, and none here.
+        pid, last_line: Only a program has them.
     """
 
     pid, last_line = None, ""

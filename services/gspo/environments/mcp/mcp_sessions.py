@@ -46,7 +46,6 @@ class McpSessions:
         return [connection.pid for connection in self._connections.values() if connection.pid is not None]
 
     async def aclose(self) -> None:
-        """End every session."""
         connections = list(self._connections.values())
         self._connections.clear()
         await asyncio.gather(*(connection.close() for connection in connections))

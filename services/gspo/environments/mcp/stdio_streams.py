@@ -32,7 +32,7 @@ class ProgramStreams(ServerProgram):
     """The messages of one program.
 
     Attributes:
-        refusal: Of a server on the network, and none here.
+        refusal: Only a server on the network has one.
     """
 
     refusal = None

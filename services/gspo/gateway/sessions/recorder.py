@@ -37,7 +37,7 @@ class Recorder:
     """Records one request of a session.
 
     Attributes:
-        parser: Of calls and thoughts; the client's message is made of the text by it (whole_parser). None keeps text.
+        parser: Reads calls and thoughts in the text, for the client's message (whole_parser). None keeps text.
         begin: What the request continues; None before it is rendered.
         template: What the chat template gets beside the messages, such as tools.
         has_calls: Whether the answer may have calls; the client may refuse them.

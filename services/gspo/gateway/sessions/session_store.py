@@ -236,6 +236,8 @@ class PlayedRollout:
 class SessionStore:
     """Reads and writes the rollouts of one run.
 
+    Calls with a worker's key raise SessionLostError where it plays no rollout, or not any more.
+
     Args:
         lease_s: A worker that is silent for so long loses its rollout.
         uid: This gateway's.
@@ -274,36 +276,20 @@ class SessionStore:
         return None if name is None else await self.session(f"{name.decode()}.{secret}")
 
     async def session(self, key: str) -> Session:
-        """The rollout of a worker's key.
-
-        Raises:
-            SessionLostError: It has none, or not any more.
-        """
+        """The rollout of a worker's key."""
         values = await self._run(_READ, key)
         return _session(key, dict(zip(values[::2], values[1::2], strict=True)))
 
     async def renew(self, key: str) -> None:
-        """Renew the lease.
-
-        Raises:
-            SessionLostError: As `session`.
-        """
+        """Renew the lease."""
         await self._run(_RENEW, key, 0)
 
     async def release(self, key: str) -> None:
-        """End the lease now, as its time would: another worker may play the rollout from its beginning.
-
-        Raises:
-            SessionLostError: As `session`.
-        """
+        """End the lease now, as its time would: another worker may play the rollout from its beginning."""
         await self._run(_RENEW, key, self._lease_ms)
 
     async def finish(self, key: str, result: AgentResult) -> None:
-        """Write the result, which ends the rollout. The same result may be written again.
-
-        Raises:
-            SessionLostError: As `session`.
-        """
+        """Write the result, which ends the rollout. The same result may be written again."""
         name, secret = _parts(key)
         finished, sent = self._finished(name), f"{secret} {result.reward!r}"
         args = result.SerializeToString(), _REPEATED_S, sent
@@ -320,7 +306,7 @@ class SessionStore:
             number: Place among the turn's entries, from 0: each is written once.
 
         Raises:
-            SessionLostError: As `session`; or the rollout's group has ended.
+            SessionLostError: Also where the rollout's group has ended.
             RolloutTooLargeError: It has used up its bytes.
         """
         name, num_tokens = _parts(key)[0], len(entry.tokens.token_ids)
@@ -338,9 +324,6 @@ class SessionStore:
 
         Returns:
             0 if finished requests have used them all; None if requests in flight hold the rest.
-
-        Raises:
-            SessionLostError: As `session`.
         """
         gateways = self._keys.instance(GATEWAY, "")
         args = [context_tokens, answer_tokens, self._reserved(turn), gateways]
@@ -352,18 +335,11 @@ class SessionStore:
 
         Args:
             used_tokens: Tokens of its context and its answer; 0 if the rollout does not have them.
-
-        Raises:
-            SessionLostError: As `session`.
         """
         await self._run(_SETTLE, key, self._reserved(turn), used_tokens, _written(turn))
 
     async def agree(self, key: str, temperature: float) -> bool:
-        """Note the temperature of a request; returns whether all requests of the rollout have had it.
-
-        Raises:
-            SessionLostError: As `session`.
-        """
+        """Note the temperature of a request; returns whether all requests of the rollout have had it."""
         return bool(await self._run(_AGREE, key, repr(temperature)))
 
     async def turns(self, name: str) -> list[TurnEntry]:

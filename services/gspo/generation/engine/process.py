@@ -123,7 +123,6 @@ class ForkedProcess:
             return self._process.exitcode
 
     def is_alive(self) -> bool:
-        """As a process's."""
         with self._asking:
             return self._process.is_alive()
 

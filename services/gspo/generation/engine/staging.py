@@ -212,11 +212,9 @@ class PolicyCopies:
             raise StagingError(f"weights: {name} from {offset} on: {error}") from error
 
     def serving_digest(self) -> str:
-        """The digest of the copy that serves."""
         return self.serving.digest()
 
     def staged_digest(self) -> str:
-        """The digest of the copy being staged."""
         return self.staged.digest()
 
     def differing_tensor(self) -> str | None:

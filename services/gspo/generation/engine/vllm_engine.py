@@ -139,7 +139,6 @@ class Engine:
         metrics.DRAFT_TOKENS.labels("rejected").inc(proposed - accepted)
 
     def num_sampled(self, request_id: str) -> int:
-        """Tokens that a running request has sampled so far; 0 for an unknown request."""
         state = self._request_state(request_id)
         return int(state.detokenizer.num_output_tokens()) if state is not None else 0
 

@@ -226,7 +226,6 @@ class ExpectedWarningFilter(logging.Filter):
     """Drops the expected warnings."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is to be written."""
         text = record.getMessage()
         return record.levelno != logging.WARNING or not (text.startswith(_EXPECTED) or text.endswith(_EXPECTED_ENDS))
 

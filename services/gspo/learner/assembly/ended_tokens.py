@@ -32,7 +32,6 @@ class PendingEntry:
 
     @classmethod
     def of(cls, delivery: Delivery, issued: Rollout | GroupFailure) -> Self:
-        """The entry of a rollout, or of a group's failure."""
         delivery = replace(delivery, payload=b"", message=None)
         if isinstance(issued, GroupFailure):
             return cls(delivery, issued.group, "", 0)
@@ -44,7 +43,6 @@ class PendingEntry:
 
 
 def row_key(rollout: Rollout | Row) -> str:
-    """The name of a training rollout."""
     return rollout_key(rollout.group, rollout.number)
 
 

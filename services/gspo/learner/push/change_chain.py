@@ -85,7 +85,6 @@ class ChangeChain:
             await asyncio.wait(self._packing)
 
     def close(self) -> None:
-        """End the packing."""
         for packing in self._packing:
             packing.cancel()
 

@@ -62,12 +62,11 @@ class PolicyWeights:
     """One version of the policy in the inference dtype: its manifest, and this rank's weights in host memory.
 
     Attributes:
-        digest: Of the manifest; empty on other ranks than zero.
+        digest: The manifest's; empty on other ranks than zero.
         entries: The manifest, of all tensors; on other ranks than zero of their own.
         bits: Name of each tensor that this rank owns -> its elements as unsigned integers of the same width, in their
             shape.
         digest_on_record: Its digest, of the kind that an earlier record of the version has.
-        sources: As in PolicyFacts.
     """
 
     version: int

@@ -125,7 +125,7 @@ class Publisher:
         """The GPUs of all registered generators -> their kinds; none on CPUs."""
         gpus: dict[str, str] = {}
         for replica in self._replicas.values():
-            gpus |= replica.instance.facts.get("cards", {})
+            gpus |= replica.instance.facts.get("gpus", {})
         return gpus
 
     def problem(self) -> str:

@@ -47,7 +47,6 @@ class ShareServer:
         self.address, self.is_on_loopback = self._server.address, is_loopback(options.host)
 
     async def start(self) -> None:
-        """Serve."""
         await self._server.start()
 
     async def stop(self) -> None:

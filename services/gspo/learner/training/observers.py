@@ -28,7 +28,6 @@ class TokenRecorder(PassObserver):
         self._is_on = is_on
 
     def begin(self, _step: int, batch: StepBatch) -> None:
-        """Forget the step before."""
         self._batch = batch
         self._figures_2BT = torch.zeros(2, *batch.mask_BT.shape) if self._is_on else None
 
@@ -43,7 +42,6 @@ class TokenRecorder(PassObserver):
         return {}
 
     def end(self) -> Stats:
-        """Let the step's tensors go."""
         del self._batch, self._figures_2BT
         return {}
 
@@ -74,11 +72,9 @@ class FlopCount(PassObserver):
         self._model, self._scorings = model, scorings
 
     def begin(self, _step: int, batch: StepBatch) -> None:
-        """Forget the step before."""
         self._batch, self._updates = batch, list[int]()
 
     def end(self) -> Stats:
-        """Let the step's tensors go."""
         del self._batch
         return {}
 

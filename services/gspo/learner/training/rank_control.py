@@ -83,7 +83,6 @@ class RankZero:
 
     @property
     def has_other_ranks(self) -> bool:
-        """Whether there are other ranks."""
         return self._broadcast is not None
 
     @property
@@ -151,7 +150,6 @@ def follow_rank_zero(config: Config, model: Path, run_dir: Path, server: ShareSe
 
 
 def _make(trainer: Trainer, broadcast: RankBroadcast | None, name: str, arguments: Mapping[str, Any]) -> Any:
-    """Make a call on this rank."""
     if name == _HEARTBEAT:
         return broadcast.barrier() if broadcast else None
     if name == _CLOSE:

@@ -141,7 +141,6 @@ StartTrainer: TypeAlias = Callable[[Config, Path, Path], TrainerApi]
 
 
 def configured_hyperparameters(config: Config, step: int) -> Hyperparameters:
-    """The hyperparameters of `step` (from 1) in the configuration."""
     learner = config.learner
     rate = learning_rate(learner, step, config.run.total_steps)
     return Hyperparameters(

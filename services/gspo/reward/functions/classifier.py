@@ -128,7 +128,6 @@ class ClassifierProcess:
         return "it needs torch: pip install gspo[reward-model]" if missing else " ".join(list(self._lines)[-2:])
 
     async def close(self) -> None:
-        """End the process."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -50,7 +50,6 @@ class JsonServer:
         self._client = outer_client(headers or {}, limits)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     def is_passing(self, status: int) -> bool:

@@ -232,7 +232,6 @@ class Library:
         )
 
     def limits_of(self, content: Content) -> CallLimits:
-        """The limits of one call of a version."""
         bounds = self._bounds(content.kind).items()
         return CallLimits(**{name: getattr(content.limits, name) or most for name, (_, most) in bounds})
 
@@ -255,7 +254,6 @@ class Library:
         return {"timeout_s": timeout, **limits}
 
     async def close(self) -> None:
-        """End every process."""
         for task in self._loading.values():
             task.cancel()
         await asyncio.gather(*self._loading.values(), return_exceptions=True)

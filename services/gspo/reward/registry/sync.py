@@ -107,7 +107,6 @@ class DiskCopy:
             path.unlink(missing_ok=True)
 
     def list_contents(self) -> set[str]:
-        """The versions that the copy has."""
         return {path.stem for path in self._contents.glob("*.json")}
 
     def read_content(self, version: str) -> str | None:

@@ -112,7 +112,6 @@ class Sandbox:
 
     @property
     def signature(self) -> Signature:
-        """The parameters of the function; known after `load`."""
         if self._signature is None:
             raise RuntimeError(f"{self.code.name} is not loaded")
         return self._signature

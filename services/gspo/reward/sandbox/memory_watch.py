@@ -67,7 +67,6 @@ class MemoryWatch:
             self._task = asyncio.create_task(self._run())
 
     def remove(self, pid: int) -> None:
-        """Watch it no longer."""
         self._watched.pop(pid, None)
 
     async def _run(self) -> None:

@@ -93,7 +93,6 @@ class SupervisorLink:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes commands."""
         return self._control.fileno() >= 0
 
     def start_worker(self, memory_mb: int, channel: int, output: int) -> int:
@@ -121,7 +120,6 @@ class SupervisorLink:
             self._measurements.pop(ticket, None)
 
     def resume(self, number: int) -> None:
-        """Resume a stopped worker."""
         with contextlib.suppress(ConnectionError):
             self._send({"op": "resume", "id": number})
 
@@ -139,7 +137,6 @@ class SupervisorLink:
         self._ends.pop(number, None)
 
     async def close(self) -> None:
-        """End the supervisor and everything in it."""
         self._disconnect()
         try:
             async with asyncio.timeout(END_TIMEOUT_S):

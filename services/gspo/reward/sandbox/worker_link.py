@@ -138,7 +138,6 @@ class WorkerLink(asyncio.Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether its channel is open."""
         return self._transport is not None
 
     @property
@@ -152,7 +151,6 @@ class WorkerLink(asyncio.Protocol):
         self._end(CallError(kind, text, output=self._tail.decode(errors="replace")))
 
     def close(self) -> None:
-        """Close the channel and the output."""
         self._end(WorkerGoneError())
         if self._transport is not None:
             self._transport.abort()
@@ -164,17 +162,14 @@ class WorkerLink(asyncio.Protocol):
             self._output_fd = -1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by the loop."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - a stream socket's
         self._transport = transport
 
     def connection_lost(self, _exc: Exception | None) -> None:
-        """Called by the loop."""
         self._transport = None
         self._end(WorkerGoneError())
 
     def data_received(self, data: bytes) -> None:
-        """Called by the loop."""
         self._buffer += data
         if self._reply is None:
             self.tainted = True

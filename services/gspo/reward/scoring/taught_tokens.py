@@ -47,7 +47,6 @@ class TaughtTokens:
         self._free = asyncio.Semaphore(_REQUESTS)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._server.close()
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[list[float] | Failure]:

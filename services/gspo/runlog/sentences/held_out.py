@@ -72,7 +72,6 @@ class BestChoice:
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
         basis = f", {self.basis}" if self.basis else ""
         return f"{self.version} ({self.figure} {in_words(self.score, self.error)}{basis}){self.by_noise}"
 

@@ -75,7 +75,6 @@ class Templates:
         )  # fmt: skip
 
     def text(self, template: str, **values: Any) -> str:
-        """A page."""
         return self._environment.get_template(template).render(**values)
 
     def _style(self, name: str) -> str:
@@ -98,20 +97,17 @@ def _policy() -> str:
 
 
 def page_file(template: str, run_name: str, curves: Sequence[Curve], **values: Any) -> bytes:
-    """A page of one file with its curves."""
     templates = Templates(run_name, is_file=True)
     text = templates.text(template, curves=[curve.as_json() for curve in curves], **values)
     return text.encode(errors="replace")
 
 
 def report_file(history: RunHistory, summary: dict[str, Any]) -> bytes:
-    """The report of a run: its page as one file."""
     lost = stale_by_length(history)
     return page_file("run.html", summary["run"], curves_of(history), lost=lost, **run_facts(history, summary))
 
 
 def replay_file(name: str, run_name: str, result: dict[str, Any]) -> bytes:
-    """The page of a replay as one file, from its result."""
     shown = ReplayResult.model_validate(result)
     return page_file("replay.html", run_name, shown.curves(), name=name, result=shown)
 
