@@ -117,3 +117,19 @@ def test_what_dies_starts_again_elsewhere_and_a_killed_driver_leaves_nothing(gsp
     assert re.search(r"reward-0 died \(its actor on \w+ has died, or the whole node\). Starting it again", printed)
     assert re.search(r"-\d died \(its actor on n2 has died, or the whole node\). Starting it again", printed)
     assert (gspo.run_dir / "services" / "generation-2.log").exists()
+
+
+@pytest.mark.long
+def test_a_lost_head_ends_the_run_with_how_to_go_on(gspo: Gspo, cluster: RayNodesHere) -> None:
+    """The last test: it ends the cluster."""
+    gspo.environment = cluster.environment
+    process = gspo.start("config.yaml", "--cluster", "ray", "--plain", fake="learner:child", services=SERVICES)
+    until(lambda: gspo.starts("learner-0") and gspo.starts("generation-0"), "the start")
+    cluster.lose_head()
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    words = r"error: the head of the Ray cluster \(127\.0\.0\.10:\d+\) has not answered for 2\d s: .*"
+    command = f"Continue it:\n  gspo run --resume {gspo.run_dir} --cluster ray\n"
+    assert re.search(words + re.escape(command), printed), printed
+    assert "rpc_client" not in printed, "Ray's own end comes first"
+    until(lambda: not gspo.remaining(), "the end of all processes")

@@ -52,6 +52,10 @@ class RayNodesHere:
         """Kill a node at once."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
+    def lose_head(self) -> None:
+        """Kill the process that knows the cluster (Ray's GCS). The nodes, that of the driver too, still run."""
+        self._cluster.head_node.kill_gcs_server()
+
     def close(self) -> None:
         """End every node."""
         self._cluster.shutdown()
@@ -70,6 +74,8 @@ def ray_cluster(**nodes: Mapping[str, float]) -> Iterator[RayNodesHere]:
         # A node is lost after three seconds of silence; by default after fifteen.
         "RAY_health_check_failure_threshold": "3",
         "RAY_health_check_period_ms": "1000",
+        # All ends so long after the head; by default after a minute.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():

@@ -17,6 +17,7 @@ from typing import Any
 
 from gspo.cli.cluster import node_survey
 from gspo.cli.cluster.layout import Node
+from gspo.cli.processes.exit_codes import NodeLostError
 from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu
 
@@ -25,6 +26,10 @@ _ADDRESS, _AUTH_MODE = "RAY_ADDRESS", "RAY_AUTH_MODE"
 _CONNECT_S, _SURVEY_S = 10.0, 120.0
 # Ray tries a token for 20 s, and writes a line about each try.
 _TRY_S = ("RAY_gcs_rpc_server_connect_timeout_s", "5")
+# Ray ends all that has not reached the head for so long, at once. The run ends in order a little before its nodes do;
+# so its own process gets more time.
+_RECONNECT, _EARLIER_S, _END_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 10.0, 60.0
+_PATIENCE_S = float(os.environ.get(_RECONNECT, "60"))
 # NFS keeps what it knows of a folder for up to a minute, 3 s by default.
 _SEEN_S = 20.0
 _NONCE_NAME = "nonce"
@@ -59,12 +64,41 @@ class RayCluster:
 
     Args:
         namespace: That of the run's actors.
+
+    Attributes:
+        head: Address of the head (Ray's GCS).
+        is_lost: The head no longer answers.
     """
 
     def __init__(self, namespace: str) -> None:
         self.ray = _connected(namespace)
         self.own_id = str(self.ray.get_runtime_context().get_node_id())
         self._surveyed: dict[str, ClusterNode] = {}
+        self.head = str(self.ray.get_runtime_context().gcs_address)
+        self._answered, self.is_lost = time.monotonic(), False
+
+    def answers(self) -> bool:
+        """Whether the head answers now. Without it, most calls of Ray wait."""
+        host, _, port = self.head.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S / 2).close()
+        except OSError:
+            return False
+        self._answered = time.monotonic()
+        return True
+
+    def check_head(self) -> None:
+        """Look whether the head answers.
+
+        Raises:
+            NodeLostError: It has not for almost as long as the nodes wait for it.
+        """
+        if not self.answers() and (silent_s := time.monotonic() - self._answered) > _PATIENCE_S - _EARLIER_S:
+            self.is_lost = True
+            raise NodeLostError(
+                f"the head of the Ray cluster ({self.head}) has not answered for {silent_s:.0f} s: it or its network "
+                f"is lost, or the cluster has ended. Start the cluster again, on any nodes that see the run directory"
+            )
 
     @property
     def errors(self) -> Any:
@@ -148,6 +182,8 @@ class RayCluster:
         Args:
             own: Names of the run's own placement groups.
         """
+        if not self.answers():
+            return f"the head, {self.head}, does not answer"
         free, total = (
             counts.get(resource, 0.0) for counts in (self.ray.available_resources(), self.ray.cluster_resources())
         )
@@ -168,6 +204,7 @@ def _connected(namespace: str) -> Any:
         InputError: Ray is not installed, the cluster cannot be reached, refuses the token, or has another version.
     """
     os.environ.setdefault(*_TRY_S)
+    os.environ[_RECONNECT] = str(int(_PATIENCE_S + _END_S))
     try:
         import ray
         import ray.util.scheduling_strategies

@@ -56,6 +56,7 @@ class RayNodes:
         for reservation in self._reservations:
             last_line_s = -_SAY_S
             while not reservation.is_placed(_LOOK_S):
+                self._cluster.check_head()
                 if time.monotonic() - last_line_s > _SAY_S:
                     last_line_s = time.monotonic()
                     self._say(self._wait_in_words(reservation.demand))
@@ -66,6 +67,16 @@ class RayNodes:
         return f"waiting for {demand.in_words()} ({users})"
 
     # Of the interface Nodes
+
+    async def watch(self) -> None:
+        """Look after the head of the cluster, without end.
+
+        Raises:
+            NodeLostError: It does not answer.
+        """
+        while True:
+            await asyncio.to_thread(self._cluster.check_head)
+            await asyncio.sleep(1.0)
 
     async def table(self) -> str:
         """A line for each process on each of its nodes, with its GPUs and planned memory."""

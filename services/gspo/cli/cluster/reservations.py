@@ -140,6 +140,8 @@ class Reservation:
         ray = self._cluster.ray
         for _ in range(_MOST_STARTS):
             if at not in self._actors:
+                while not await asyncio.to_thread(self._cluster.answers):
+                    await asyncio.sleep(1.0)
                 self._actors[at] = self._new_actor(at)
             actor = self._actors[at]
             try:
@@ -174,5 +176,7 @@ class Reservation:
         """Kill the actors, and leave the bundles to others."""
         for actor in list(self._actors.values()):
             self.drop(actor)
+        if self._cluster.is_lost:
+            return  # the call would wait for the head
         with suppress(Exception):
             self._cluster.ray.util.remove_placement_group(self._group)

@@ -11,6 +11,14 @@ if TYPE_CHECKING:
 class Nodes(Protocol):
     """The nodes of a run, with the processes of its engines on them."""
 
+    async def watch(self) -> None:
+        """Run until the cluster can no longer be used.
+
+        Raises:
+            NodeLostError: Why.
+        """
+        ...
+
     async def table(self) -> str:
         """A line for each process on each of its nodes."""
         ...

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from gspo.cli.monitor.screens import open_screen
 from gspo.cli.monitor.view import Phases, ScreenLine, ServiceProcess, View, load_history
-from gspo.cli.processes.exit_codes import InterruptedRunError, RunError
+from gspo.cli.processes.exit_codes import InterruptedRunError, NodeLostError, RunError
 from gspo.cli.processes.gpu_locks import lock_gpus
 from gspo.cli.processes.longest_rollout import check_longest, longest_rollout
 from gspo.cli.processes.nodes import Nodes
@@ -85,12 +85,25 @@ def run(
             start, console, plain=plain, services=services_of(start.config), programs=programs, nodes=nodes
         )
         try:
-            view, is_interrupted = asyncio.run(services)
+            view, is_interrupted = asyncio.run(_while_nodes_are_there(nodes, services) if nodes else services)
+        except NodeLostError as error:
+            raise NodeLostError(f"{error}. {_how_to_continue(start.run_dir, nodes)}") from error
         except RunError as error:
             raise _with_report(start.run_dir, error) from error
+        how_to_continue = _how_to_continue(start.run_dir, nodes)
         if is_interrupted and (view.finished is None or _was_stopped(view)):
-            raise InterruptedRunError(f"stopped at step {view.step}. {_how_to_continue(start.run_dir)}")
-        return _conclude(start, view, console)
+            raise InterruptedRunError(f"stopped at step {view.step}. {how_to_continue}")
+        return _conclude(start, view, how_to_continue, console)
+
+
+async def _while_nodes_are_there(nodes: Nodes, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which ends when the cluster can no longer be used.
+
+    Raises:
+        NodeLostError: It can not.
+    """
+    async with task_group(nodes.watch()):
+        return await work
 
 
 async def run_services(
@@ -223,8 +236,8 @@ def _was_stopped(view: View) -> bool:
     return view.finished is not None and view.finished.end == RUN_END_STOPPED
 
 
-def _how_to_continue(run_dir: Path) -> str:
-    return f"Continue it:\n  gspo run --resume {shlex.quote(str(run_dir))}"
+def _how_to_continue(run_dir: Path, nodes: Nodes | None) -> str:
+    return f"Continue it:\n  gspo run --resume {shlex.quote(str(run_dir))}{' --cluster ray' if nodes else ''}"
 
 
 def _with_report(run_dir: Path, error: RunError) -> RunError:
@@ -238,7 +251,7 @@ def _with_report(run_dir: Path, error: RunError) -> RunError:
     return type(error)(text, error.failure)
 
 
-def _conclude(start: RunStart, view: View, console: Console) -> int:
+def _conclude(start: RunStart, view: View, how_to_continue: str, console: Console) -> int:
     """Write the report and print the summary; returns the exit code."""
     from gspo.view.picture.page import write_report  # here: most commands make no page
 
@@ -253,7 +266,7 @@ def _conclude(start: RunStart, view: View, console: Console) -> int:
     view.phases.enter("")
     print_summary(summary, start.run_dir, view, console)
     if _was_stopped(view):
-        advice = _how_to_continue(start.run_dir)
+        advice = how_to_continue
     if advice:
         console.print(advice, highlight=False, soft_wrap=True)
     return EXIT_FAILED if finished.get("end") == FAILED else 0
