@@ -33,7 +33,7 @@ _COMMAND_S = 120
 
 def test_every_program_of_the_documents_is_found() -> None:
     programs = {shown.text.split()[0] for shown in SHOWN}
-    assert {"gspo", "make", "docker", "curl", "python", "sbatch", "torchrun"} <= programs
+    assert {"gspo", "make", "docker", "curl", "python", "sbatch", "ray"} <= programs
     assert programs >= {name for name, reason in OTHERS.items() if reason != "the shell's and the system's"}
     assert {shown.text for shown in SHOWN} >= set(ALLOWED)
     assert len(SHOWN) > 150
@@ -87,7 +87,7 @@ def test_a_block_with_an_open_bracket_is_refused() -> None:
         "curl http://127.0.0.1:8081/v1/reward",
         "curl -d {} http://127.0.0.1:8081/v1/state",
         "sbatch deploy/ray/gspo.sbatch config.yaml --resum",
-        "torchrun --nnodes 2 -m gspo.learner --run-dri x",
+        "ray job submit --address http://h:8265 -- gspo run c.yaml --clutser ray",
         "pip install '.[cud]'",
         "cp examples/arithmetic/distil.yaml x",
         "gsop run my-run",

@@ -154,11 +154,7 @@ def _memory_gib(config: Config, files: ModelFiles, *, on_gpus: bool) -> float:
 
     With GPUs, weights and cache of an engine are there.
     """
-    ranks, size, replicas = (
-        max(1, config.learner.ranks),
-        trained_size(config, files),
-        config.generation.replicas,
-    )
+    ranks, size, replicas = config.learner.ranks, trained_size(config, files), config.generation.replicas
     if on_gpus:
         return host_memory(config, size, ranks=ranks, ranks_here=ranks, generators_here=replicas).total / GIB
     training = learner_host_bytes(config, size, ranks, ranks, on_gpu=False)

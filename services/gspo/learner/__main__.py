@@ -1,7 +1,6 @@
 """Start the learner: `python -m gspo.learner --run-dir DIR [--resume]`.
 
-With learner.ranks above 1 it starts as many of itself through torchrun; torchrun or DeepSpeed's launcher may also be
-called by hand, on several hosts that share the run directory.
+With learner.ranks above 1 it starts as many of itself through torchrun; on a cluster, each host starts its share.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def main() -> None:
     if is_launched():
         end_with_launcher()
         structlog.contextvars.bind_contextvars(rank=own_rank())
-        # A user's own launcher may have started ranks for which the first check does not hold.
+        # On several hosts, the check before the start was on one.
         try:
             check(options.config)
         except InputError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.common.config.engines import SPREAD_STAGE, LearnerConfig
+from gspo.common.config.loading import check_ranks
 from gspo.common.config.presets import remarks
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, nearest, warn
@@ -42,7 +43,7 @@ from gspo.common.model.teacher_server import check_teacher_server
 from gspo.common.model.trained_parameters import layers_of, trained_size
 from gspo.common.planning.memory import learner_host_bytes
 from gspo.learner.objective.loss_file import check_own_loss
-from gspo.learner.ranks.launcher import is_launched, num_local_ranks, num_ranks, num_ranks_here, own_rank
+from gspo.learner.ranks.launcher import num_ranks, num_ranks_here, own_rank
 from gspo.learner.trackers import check_trackers
 from gspo.learner.training.deepspeed_config import engine_config
 from gspo.learner.training.gpu_memory import check_gpu_memory
@@ -248,11 +249,12 @@ def _check_stacked(learner: LearnerConfig, stacked: set[str]) -> None:
 def _check_ranks(config: Config) -> None:
     """Every rank has a device of its own, and every optimizer step has the same work for each."""
     ranks = num_ranks(config)
-    if is_launched() and config.learner.ranks not in (0, 1, num_local_ranks(), ranks):
+    check_ranks(config)
+    if config.learner.ranks != ranks:
         raise InputError(
             "learner.ranks",
-            f"{config.learner.ranks} differs from the {num_local_ranks()} rank(s) that the launcher started here",
-            "Set it to 0 where torchrun or deepspeed is called by hand",
+            f"{config.learner.ranks} differs from the {ranks} rank(s) that a launcher has started",
+            "Start `python -m gspo.learner` without torchrun or deepspeed: it starts its ranks itself",
         )
     here = num_ranks_here(config)
     gpus = visible_gpus()
@@ -262,7 +264,7 @@ def _check_ranks(config: Config) -> None:
         raise InputError(
             "learner.ranks", f"{here} ranks need a GPU each, and {len(gpus)} can be seen", f"Set it to {len(gpus)}"
         )
-    if gpus and (is_launched() or config.learner.ranks):
+    if gpus:
         warn_of_idle_gpus("learner.ranks", here, gpus)
     if gpus and here > 1 and (shared_bytes := shared_memory()) < here * _SHARED_A_RANK:
         raise InputError(
@@ -272,8 +274,7 @@ def _check_ranks(config: Config) -> None:
             "Give the container more: shm_size in Compose, a memory-backed emptyDir on Kubernetes, docker --shm-size",
         )
     shared = config.learner.sequence_ranks
-    # Ranks that the user starts by hand are counted once a launcher has started them.
-    if (is_launched() or config.learner.ranks) and ranks % shared:
+    if ranks % shared:
         raise InputError(
             "learner.sequence_ranks",
             f"{shared} does not divide {ranks} rank(s) into groups (learner.ranks)",

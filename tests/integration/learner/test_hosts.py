@@ -1,4 +1,4 @@
-"""The learner on two hosts: two network namespaces, one shared run directory, torchrun started on each by hand.
+"""The learner on two hosts: two network namespaces, one shared run directory, started on each as by a cluster.
 
 host A (rank 0) has a second cable to where Redis is; host B (rank 1) reaches nothing but host A.
 """
@@ -97,15 +97,14 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 @contextmanager
 def learner_on_both_hosts(config: Config, redis_url: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """torchrun on each host, as docs/learner.md has it."""
+    """The learner on each host, with the variables of an actor of cli/cluster."""
     processes = []
+    hosts = {"PET_NNODES": "2", "PET_MASTER_ADDR": _ADDRESS_A, "PET_MASTER_PORT": str(_MASTER_PORT)}
     for node_rank, (host, cable) in enumerate(((_A, _CABLE_A), (_B, _CABLE_B))):
-        words = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-        words += ["--nproc-per-node", "1", "--node-rank", str(node_rank)]
-        words += ["--master-addr", _ADDRESS_A, "--master-port", str(_MASTER_PORT), "-m", "gspo.learner"]
+        words = ["ip", "netns", "exec", host, sys.executable, "-m", "gspo.learner"]
         words += ["--run-dir", str(config.run_dir), "--redis-url", redis_url]
         with (config.run_dir / f"host-{node_rank}.log").open("ab") as log:
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": cable, "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, **hosts, "PET_NODE_RANK": str(node_rank), "GLOO_SOCKET_IFNAME": cable}
             processes.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True))
     try:
         yield processes
@@ -119,7 +118,7 @@ async def test_two_hosts_train_a_run_and_a_cut_cable_ends_both_with_a_message(
 ) -> None:
     keys = Keys("test")
     await create_consumer_groups(redis, keys)
-    learner = {"zero_stage": 3, "rank_timeout_s": _RANK_TIMEOUT_S}
+    learner = {"ranks": 2, "threads": 1, "zero_stage": 3, "rank_timeout_s": _RANK_TIMEOUT_S}
     (tmp_path / "password").write_text(PASSWORD)
     services = {"redis_password_file": str(tmp_path / "password")}
     config = run_of(tmp_path, learner=learner, run={"total_steps": 2}, services=services)

@@ -34,11 +34,11 @@ OTHERS = {
         ("export", "printf", "cat", "umask", "grep", "wait", "nano", "sh", "echo", "exit"),
         "the shell's and the system's",
     ),
-    **dict.fromkeys(("openssl", "redis-server", "ssh", "kubectl", "promtool", "ray"), "another project's"),
+    **dict.fromkeys(("openssl", "redis-server", "kubectl", "promtool"), "another project's"),
     **dict.fromkeys(("./claude", "./opencode"), "an agent that the reader installs"),
     "vllm": "vLLM's server, of another environment than these tests",
 }
-_PROGRAMS = ("gspo", "make", "python", "python3", "pip", "cuda/bin/pip", "docker", "curl", "cp", "sbatch", "torchrun")
+_PROGRAMS = ("gspo", "make", "python", "python3", "pip", "cuda/bin/pip", "docker", "curl", "cp", "sbatch", "ray")
 # Subcommand of docker compose -> options that take a value, and those that do not.
 _COMPOSE: dict[str, tuple[set[str], set[str]]] = {
     "up": ({"--scale"}, {"-d", "--build", "--wait"}),
@@ -131,7 +131,7 @@ def check(shown: Shown) -> None:
     checker = {
         "gspo": _check_gspo, "make": _check_make, "python": _check_python, "python3": _check_python,
         "pip": _check_pip, "cuda/bin/pip": _check_pip, "docker": _check_docker, "curl": _check_curl,
-        "cp": _check_files, "sbatch": _check_sbatch, "torchrun": _check_launcher, "deepspeed": _check_launcher,
+        "cp": _check_files, "sbatch": _check_sbatch, "ray": _check_ray,
     }.get(program)  # fmt: skip
     if checker:
         checker(arguments, is_whole=shown.is_whole)
@@ -252,10 +252,12 @@ def _check_service(module: str, arguments: Sequence[str]) -> None:
     _require(not rest, f"{module} takes no argument {rest}")
 
 
-def _check_launcher(arguments: Sequence[str], *, is_whole: bool) -> None:
-    """A launcher of another project, and behind it a service of ours."""
-    place = next(i for i, word in enumerate(arguments) if word in ("-m", "--module"))
-    _check_service(arguments[place + 1], arguments[place + 2 :])
+def _check_ray(arguments: Sequence[str], *, is_whole: bool) -> None:
+    """A command of Ray's, and behind `--` one of ours."""
+    if "--" in arguments:
+        program, command, *rest = arguments[arguments.index("--") + 1 :]
+        _require(program == "gspo", f"ray starts {program}, not gspo")
+        check_click(_command_of(app).commands[command], f"gspo {command}", rest, is_whole=False)
 
 
 def _check_pip(arguments: Sequence[str], *, is_whole: bool) -> None:

@@ -132,7 +132,6 @@ def test_memory_is_saved_as_far_as_needed_and_as_the_user_allows(
         ({"learner": {"ranks": 2}}, (6, 2)),
         ({"learner": {"ranks": 2}, "generation": {"engine": {"tensor_parallel_size": 2}}}, (3, 2)),
         ({"generation": {"replicas": 1}, "learner": {"ranks": 1}}, (1, 1)),
-        ({"learner": {"ranks": 0}}, (1, 0)),  # the user starts the learner, on any number of GPUs
     ],
 )
 def test_a_given_number_stays_and_the_rest_follows(

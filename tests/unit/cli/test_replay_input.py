@@ -189,9 +189,9 @@ def test_what_rounds_otherwise_is_compared_within_a_tolerance_and_says_why(tmp_p
     assert plan.notes[0].startswith("gspo 0.0.1 made this run, and this is ")
 
 
-def test_ranks_that_the_user_started_are_asked_for(tmp_path: Path) -> None:
+def test_ranks_that_were_started_by_hand_are_asked_for(tmp_path: Path) -> None:
     path = make_run_dir(tmp_path, learner={"ranks": 0})
-    with pytest.raises(InputError, match=r"learner\.ranks: 0: you started .* Add --with learner\.ranks=N"):
+    with pytest.raises(InputError, match=r"learner\.ranks: 0: this run's ranks were .* Add --with learner\.ranks=N"):
         planned(path, "9..12")
     assert not planned(path, "9..12", "learner.ranks=1").is_exact
 

@@ -30,7 +30,7 @@ from gspo.common.telemetry import metrics
 from tests.support.service_process import make_run
 
 KUBERNETES = Path(__file__).parents[3] / "deploy/kubernetes"
-OVERLAYS = ("cpu", "gpu", "multi-node")
+OVERLAYS = ("cpu", "gpu")
 VERSION = "1.31"
 SERVICES = (*ALWAYS, GATEWAY, AGENTS)
 PODS = (*SERVICES, "redis", "prepare")
@@ -112,9 +112,7 @@ def test_a_service_understands_its_arguments(
     (tmp_path / "redis_password").write_text("another-secret-of-many-characters")
     secrets = {"token_file": str(tmp_path / "token"), "redis_password_file": str(tmp_path / "redis_password")}
     config = make_run(tmp_path, tmp_path, services=secrets)
-    # DeepSpeed's launcher, which starts the ranks by a `python -m` of its own.
-    safe_path = {"name": "PYTHONSAFEPATH", "value": "1"} in container["env"]
-    assert safe_path or container["command"][1:] == [*module_command(f"gspo.{service}")[1:]]
+    assert container["command"][1:] == [*module_command(f"gspo.{service}")[1:]]
     assert f"gspo.{service}" in container["command"]
     words = [word.replace("$(POD_IP)", "10.1.2.3") for word in container["args"]]
     words[words.index("--run-dir") + 1] = str(config.run_dir)
@@ -125,7 +123,7 @@ def test_a_service_understands_its_arguments(
     assert (options.host, options.http_port) == ("10.1.2.3", 8000)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports.get("grpc", 0) == options.grpc_port
-    assert options.stay == (overlay != "multi-node" or service != "learner")
+    assert options.stay
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -256,23 +254,6 @@ def test_bad_input_ends_the_learners_job_at_once(rendered: dict[str, Documents])
         (rule,) = [rule for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
         assert rule["onExitCodes"]["values"] == [EXIT_BAD_INPUT]
         assert job["template"]["spec"]["terminationGracePeriodSeconds"] > RunConfig().drain_timeout_s
-
-
-def test_the_learner_of_several_nodes_starts_ranks_on_each(rendered: dict[str, Documents]) -> None:
-    documents = rendered["multi-node"]
-    job = documents["Job", "gspo-learner"]["spec"]
-    (container,) = job["template"]["spec"]["containers"]
-    assert job["completions"] == job["parallelism"]
-    (name,) = [name for kind, name in documents if kind == "ConfigMap" and name.startswith("gspo-learner-hosts")]
-    hosts = [line.split() for line in documents["ConfigMap", name]["data"]["hosts"].splitlines()]
-    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-    subdomain = job["template"]["spec"]["subdomain"]
-    assert hosts == [[f"gspo-learner-{n}.{subdomain}", f"slots={gpus}"] for n in range(job["completions"])]
-    words = container["command"]
-    assert words[words.index("--master_addr") + 1] == hosts[0][0]
-    assert documents["Service", subdomain]["spec"]["publishNotReadyAddresses"]
-    assert "readinessProbe" not in container
-    assert {"name": "hosts", "configMap": {"name": name}} in job["template"]["spec"]["volumes"]
 
 
 def test_gpus_are_asked_for_with_the_cuda_build(rendered: dict[str, Documents]) -> None:

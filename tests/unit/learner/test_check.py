@@ -450,8 +450,12 @@ def test_a_batch_that_ranks_and_mini_batches_do_not_divide(folder: Path, monkeyp
     # As a launcher on two hosts says it: four ranks in all.
     for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert "on 4 rank(s)" in refused(folder, algorithm=sizes).rule
-    assert "differs from the 2 rank(s) that the launcher started here" in refused(folder, learner={"ranks": 3}).rule
+    assert "on 4 rank(s)" in refused(folder, algorithm=sizes, learner={"ranks": 4}).rule
+    assert "differs from the 4 rank(s) that a launcher has started" in refused(folder, learner={"ranks": 3}).rule
+
+
+def test_a_learner_without_ranks_is_refused(folder: Path) -> None:
+    assert "gspo run … --cluster ray" in refused(folder, learner={"ranks": 0}).fix
 
 
 def test_ranks_that_share_lines_divide_the_ranks_and_the_heads(tmp_path: Path) -> None:
@@ -459,9 +463,8 @@ def test_ranks_that_share_lines_divide_the_ranks_and_the_heads(tmp_path: Path) -
     folder = make_tiny_model(tmp_path, hidden_size=128)
     sizes = {"rollout_batch_size": 3, "num_return_sequences_in_group": 4, "num_mini_batches": 2}
     check(make_config(folder, algorithm=sizes, learner={"ranks": 4, "sequence_ranks": 2}))
-    # Four ranks have a head each and two of them the same key head. Those started by hand are counted later.
+    # Four ranks have a head each and two of them the same key head.
     check(make_config(folder, algorithm=sizes, learner={"ranks": 4, "sequence_ranks": 4}))
-    check(make_config(folder, algorithm=sizes, learner={"ranks": 0, "sequence_ranks": 4}))
     error = refused(folder, algorithm=sizes, learner={"ranks": 3, "sequence_ranks": 2})
     assert (error.where, error.rule) == (
         "learner.sequence_ranks",

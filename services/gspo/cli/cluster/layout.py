@@ -50,10 +50,6 @@ def lay_out(config: Config, nodes: Sequence[Node]) -> Layout:
         suit several nodes.
     """
     ranks = config.learner.ranks
-    if ranks == 0:
-        raise InputError(
-            "learner.ranks", "is 0, and on a cluster the run starts every rank", "Set it to the ranks on all nodes"
-        )
     on_gpus = any(node.gpus for node in nodes)
     idle = {node.name: len(node.gpus) if on_gpus else 1 for node in nodes}
     of_learner = _learner_nodes(config, idle, on_gpus=on_gpus)

@@ -89,7 +89,6 @@ class Choice:
 
     Attributes:
         config: With every key that was chosen.
-        ranks: The learner's; `config.learner.ranks` is 0 if they are on several hosts.
         on_same_gpus: Whether generators and ranks use the same GPUs, in shifts or at a time.
         rank: Memory of each rank.
         generator: Memory of a generator on each of its GPUs.
@@ -98,12 +97,16 @@ class Choice:
     """
 
     config: Config
-    ranks: int
     on_same_gpus: bool
     rank: RankMemory
     generator: GeneratorMemory
     host: HostMemory
     shortages: tuple[Shortage, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the learner, on all hosts."""
+        return self.config.learner.ranks
 
     @property
     def replicas(self) -> int:
@@ -174,7 +177,7 @@ def _filled(choice: Choice, profile: ModelProfile, size: TrainedSize, machine: P
     filled = choice.config.with_keys(learner={"gradient_checkpointing": checkpoints})
     tokens = fitting_micro_batch(filled, profile, size, choice.ranks, free)
     filled = filled.with_keys(learner={"micro_batch_tokens": tokens})
-    return _with_memory(filled, profile, size, choice.ranks, machine)
+    return _with_memory(filled, profile, size, machine)
 
 
 def choices(
@@ -205,9 +208,9 @@ def choices(
             rest = machine.num_gpus if _on_same_gpus(config, machine) else machine.num_gpus - number
             generators = replicas or min(_MOST_REPLICAS, max(1, rest // parallel))
             for chosen in saving:
-                split = _split(chosen, number, generators, parallel, machine)
+                split = _split(chosen, number, generators, parallel)
                 beside = _beside_learner(split, profile, size, machine)
-                yield _with_memory(beside, profile, size, number, machine)
+                yield _with_memory(beside, profile, size, machine)
 
 
 def _on_same_gpus(config: Config, machine: PlannedMachine) -> bool:
@@ -251,12 +254,12 @@ def _numbers_of_ranks(config: Config, machine: PlannedMachine, parallel: int, re
     return numbers[max(0, bisect_right(numbers, num_gpus // 2) - 1) :]
 
 
-def _split(config: Config, ranks: int, replicas: int, parallel: int, machine: PlannedMachine) -> Config:
+def _split(config: Config, ranks: int, replicas: int, parallel: int) -> Config:
     engine = config.generation.engine
     if parallel > 1 and not any(name in engine for name in PARALLEL_ARGUMENTS):
         engine = {**engine, PARALLEL_ARGUMENTS[0]: parallel}
     return config.with_keys(
-        learner={"ranks": ranks if ranks <= machine.gpus_per_host else 0},
+        learner={"ranks": ranks},
         generation={"replicas": replicas, "engine": engine},
     )
 
@@ -299,12 +302,11 @@ def _share_beside_learner(
     return max(_LEAST_SHARE, round(share - max(0, floor(100 * unused / gpu_bytes)) / 100, 2))
 
 
-def _with_memory(
-    config: Config, profile: ModelProfile, size: TrainedSize, ranks: int, machine: PlannedMachine
-) -> Choice:
+def _with_memory(config: Config, profile: ModelProfile, size: TrainedSize, machine: PlannedMachine) -> Choice:
     """The choice of a configuration, with the memory that it needs."""
     parallel, on_same_gpus = gpus_of_engine(config.generation.engine), _on_same_gpus(config, machine)
     share, total = engine_share(config), machine.gpu_bytes
+    ranks = config.learner.ranks
     rank = rank_memory(config, size, ranks, profile=profile)
     generator = generator_memory(config, profile, total, share=share, tensor_parallel=parallel)
     host = fullest_host(config, size, ranks, machine.num_gpus, machine.gpus_per_host)
@@ -324,7 +326,7 @@ def _with_memory(
         Shortage(_HOST, vars(host), machine.host_bytes),
     )
     shortages = tuple(need for need in needs if need.missing_bytes > 0)
-    return Choice(config, ranks, on_same_gpus, rank, generator, host, shortages)
+    return Choice(config, on_same_gpus, rank, generator, host, shortages)
 
 
 def trained_size_of(config: Config, profile: ModelProfile) -> TrainedSize:

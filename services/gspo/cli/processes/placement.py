@@ -56,10 +56,6 @@ class Placement:
             return visible
         return visible | {GENERATORS_PER_GPU: ",".join(str(len(self.generators_on(gpu))) for gpu in self.gpus[process])}
 
-    def free_gpu_environment(self) -> dict[str, str]:
-        """Environment variables for a learner that the user starts, with the free GPUs, if any."""
-        return _visible(self.free) if self.free else {}
-
     def generators_on(self, gpu: Gpu) -> list[str]:
         return [name for name, gpus in self.gpus.items() if name.startswith(GENERATION) and gpu in gpus]
 
@@ -131,15 +127,12 @@ def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Plac
 
 
 def _demands(config: Config, processes: Sequence[str]) -> dict[str, tuple[int, str]]:
-    """By process, generators first: how many different GPUs it needs, and the configuration key of that number.
-
-    A learner of 0 ranks needs none, because the user starts it.
-    """
+    """By process, generators first: how many different GPUs it needs, and the configuration key of that number."""
     ranks, engine = config.learner.ranks, config.generation.engine
     argument = next((name for name in PARALLEL_ARGUMENTS if type(engine.get(name)) is int), PARALLEL_ARGUMENTS[0])
     of_generator = gpus_of_engine(engine), f"generation.engine.{argument}"
     demands = {name: of_generator for name in processes if name.startswith(GENERATION)}
-    return demands | {name: (ranks, "learner.ranks") for name in processes if name.startswith(LEARNER) and ranks}
+    return demands | {name: (ranks, "learner.ranks") for name in processes if name.startswith(LEARNER)}
 
 
 def _check_shares(config: Config, placement: Placement, gpus: Sequence[Gpu]) -> None:

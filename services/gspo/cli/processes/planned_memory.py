@@ -123,7 +123,7 @@ def planned_memory(
 
 
 def rank_of(config: Config, model: PlannedModel, *, on_gpu: bool) -> RankMemory:
-    return rank_memory(config, model.size, max(1, config.learner.ranks), profile=model.profile, on_gpu=on_gpu)
+    return rank_memory(config, model.size, config.learner.ranks, profile=model.profile, on_gpu=on_gpu)
 
 
 def free_for_ranks(config: Config, placement: Placement) -> tuple[float, float] | None:
@@ -179,7 +179,7 @@ def _rank(memory: RankMemory, model: PlannedModel, spare: float | None) -> Proce
 
 def _in_host_memory(config: Config, processes: list[str], model: PlannedModel) -> dict[str, ProcessMemory]:
     """All ranks of the learner together, with the policies that it keeps for pushes."""
-    ranks, num_parameters = max(1, config.learner.ranks), model.size.num_parameters
+    ranks, num_parameters = config.learner.ranks, model.size.num_parameters
     rank = rank_of(config, model, on_gpu=False)
     kept = snapshot_bytes(config, model.size) + published_bytes(config, num_parameters, ranks, ranks)
     learner = ProcessMemory(
@@ -192,7 +192,7 @@ def _in_host_memory(config: Config, processes: list[str], model: PlannedModel) -
     planned = {
         name: generator if name.startswith(GENERATION) else learner
         for name in processes
-        if name.startswith(GENERATION) or (name.startswith(LEARNER) and config.learner.ranks)
+        if name.startswith((GENERATION, LEARNER))
     }
     taken = PROCESSES_GIB * GIB + sum(
         memory.weights + memory.gradients + memory.optimizer + memory.kv_cache + (memory.activations or 0.0)

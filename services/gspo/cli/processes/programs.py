@@ -49,11 +49,6 @@ class Job:
         return () if self.leave_out is None else ("--leave-out", str(self.leave_out))
 
     @property
-    def has_external_learner(self) -> bool:
-        """Whether the user starts the learner."""
-        return LEARNER in self.services and self.config.learner.ranks == 0
-
-    @property
     def names(self) -> list[str]:
         """Names of the processes, Redis apart."""
         return process_names(self.config, self.services)
@@ -101,13 +96,11 @@ def check_ports(config: Config) -> None:
 
 
 def service_programs(job: Job, redis_url: str) -> list[Program]:
-    """The program of every service process of the run, except a learner that the user starts."""
+    """The program of every service process of the run."""
     ports = {name: getattr(job.config.services, key) for name, key in _PORTS.items()}
     programs = []
     for name in job.names:
         service = name.rpartition("-")[0]
-        if service == LEARNER and job.has_external_learner:
-            continue
         command = [*module_command(f"gspo.{service}")]
         command += ["--run-dir", str(job.run_dir), "--redis-url", redis_url]
         command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
@@ -120,14 +113,3 @@ def service_programs(job: Job, redis_url: str) -> list[Program]:
         program = replace(program, **resume)
         programs.append(job.nodes.placed(program) if job.nodes else program)
     return programs
-
-
-def external_learner_command(job: Job, redis_url: str) -> str:
-    """The command by which the user starts the learner on several hosts, with placeholders."""
-    variables = "".join(f"{name}={value} " for name, value in job.placement.free_gpu_environment().items())
-    return (
-        "learner.ranks is 0. Start the learner on each of its hosts, with --node-rank 0 on this one:\n"
-        f"{variables}torchrun --nnodes HOSTS --node-rank N --nproc-per-node RANKS --master-addr THIS_HOST "
-        f"--master-port 29500 -m gspo.learner --run-dir {job.run_dir.resolve()} --redis-url {redis_url} "
-        + " ".join(job.learner_options)
-    )

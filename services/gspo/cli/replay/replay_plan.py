@@ -225,7 +225,7 @@ def _check_ranks(config: Config) -> None:
     if not config.learner.ranks:
         raise InputError(
             "learner.ranks",
-            "0: you started this run's learner yourself, and a replay starts its own",
+            "0: this run's ranks were started by hand, and a replay starts its own",
             f"Add {OPTION} learner.ranks=N; digests are equal only with as many as the run had",
         )
 

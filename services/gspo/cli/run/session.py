@@ -24,7 +24,7 @@ from gspo.cli.monitor.view import Kind, ScreenLine, ServiceProcess, View
 from gspo.cli.monitor.watcher import Watcher, watch_disk_space
 from gspo.cli.processes.child import Program
 from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
-from gspo.cli.processes.programs import Job, external_learner_command, service_programs
+from gspo.cli.processes.programs import Job, service_programs
 from gspo.cli.processes.redis_server import REDIS, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.rundir.open_run import api_client, api_url
@@ -102,8 +102,6 @@ async def run_session(
             write_supervisor_facts(job.run_dir, redis_url)
             supervisor.start(_reporting_ends((programs or service_programs)(job, redis_url), job.config, redis))
             job.preflight.end()  # processes that are not part of this run
-            if job.has_external_learner:
-                screen.say(ScreenLine(external_learner_command(job, redis_url)))
             await _until_over(job, view, screen, interrupts, supervisor, watcher)
         except RedisError as error:
             raise RunError(f"Redis did not answer for {REDIS_PATIENCE_S} s ({error})") from error

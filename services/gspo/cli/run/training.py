@@ -30,7 +30,7 @@ from gspo.common.errors import EXIT_FAILED
 from gspo.common.host.machine import free_memory, visible_gpus
 from gspo.common.model.memory_needs import check_fits, redis_bytes
 from gspo.common.streams.entries import FAILED, word_of
-from gspo.common.streams.keys import LEARNER, SERVICES
+from gspo.common.streams.keys import SERVICES
 from gspo.common.tasks import task_group
 from gspo.common.telemetry.step_time import duration
 from gspo.runlog.run_log import PAGE_NAME, RunLog
@@ -128,9 +128,7 @@ async def run_services(
     # Under a scheduler every process has GPUs of its own already.
     visible = visible_gpus() if nodes is None else []
     placement = place(start.config, process_names(start.config, services), visible)
-    # A learner that the user starts takes the rest.
-    taken = visible if LEARNER in services and not start.config.learner.ranks else placement.taken()
-    with lock_gpus(taken, start.run_dir, visible), Preflight(start.run_dir, nodes) as preflight:
+    with lock_gpus(placement.taken(), start.run_dir, visible), Preflight(start.run_dir, nodes) as preflight:
         if start.from_device:
             console.print(start.from_device, style="dim", highlight=False, soft_wrap=True)
         warnings = await until_interrupted(

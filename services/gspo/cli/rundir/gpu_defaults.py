@@ -38,10 +38,10 @@ def gpu_defaults(config: Config, left_out: Collection[str], gpus: Sequence[Gpu])
         left_out: Keys that the user leaves to the device; all others stay.
 
     Returns:
-        No values if the size of a GPU or of the model is not known, or if the user starts the learner.
+        No values if the size of a GPU or of the model is not known.
     """
     sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
-    if not gpus or len(sizes) < len(gpus) or not config.learner.ranks:
+    if not gpus or len(sizes) < len(gpus):
         return {}
     model = read_planned_model(config)
     if model is None or model.profile is None:

@@ -25,6 +25,7 @@ from gspo.common.config.loading import (
     CONFIG_NAME,
     ENVIRONMENT_NAME,
     changed_keys,
+    check_ranks,
     check_resume,
     describe_change,
     read_config,
@@ -141,6 +142,7 @@ def _decide_start(target: Path, *, resume: bool) -> RunStart:
                 f"Continue it: gspo run --resume {shlex.quote(str(target))}",
             )
         config, goes_on = read_config(target / CONFIG_NAME), RunLog(target).has_trained()
+        check_ranks(config)
         return RunStart(config, target.resolve(), resume=goes_on, clear=not goes_on, finished=_completion(target))
     user = read_user_config(target)
     run_dir = user.for_cpus.run_dir

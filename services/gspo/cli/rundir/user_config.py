@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo.cli.rundir.gpu_defaults import CHECKPOINTING, COMPUTED, ENGINE, ENGINE_ARGUMENTS, MICRO_BATCH, gpu_defaults
-from gspo.common.config.loading import key_value, parse_config, read_mapping
+from gspo.common.config.loading import check_ranks, key_value, parse_config, read_mapping
 from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
 from gspo.common.errors import in_yaml
@@ -48,7 +48,7 @@ class UserConfig:
             services: The services that are started.
 
         Raises:
-            InputError: CUDA_VISIBLE_DEVICES names a GPU that is not there.
+            InputError: CUDA_VISIBLE_DEVICES names a GPU that is not there, or the learner has no rank.
         """
         gpus, left_out, values = visible_gpus(), self.left_out, {}
         if gpus or vllm_for_gpus():
@@ -89,7 +89,9 @@ class UserConfig:
         for name, value in values.items():
             section, _, key = name.partition(".")
             completed.setdefault(section, {})[key] = value
-        return parse_config(completed, self.base, source=self.source)
+        config = parse_config(completed, self.base, source=self.source)
+        check_ranks(config)
+        return config
 
 
 def read_user_config(path: Path) -> UserConfig:

@@ -212,8 +212,8 @@ class LearnerConfig(Section):
         1,
         ge=0,
         le=4096,
-        description="Ranks that the learner starts on this machine, one for each GPU. 0: you start them, for "
-        "several hosts",
+        description="Ranks of the learner on all machines, one for each GPU. 0 is of runs whose ranks were started by "
+        "hand, and starts nothing",
         json_schema_extra={**ON_RESUME, ON_GPUS: "a balanced split"},
     )
     sequence_ranks: int = Field(

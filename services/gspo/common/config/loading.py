@@ -120,6 +120,20 @@ def describe_change(name: str, before: Any, after: Any) -> str:
     return f"{name} was {in_yaml(before)} and is now {in_yaml(after)}"
 
 
+def check_ranks(config: Config) -> None:
+    """Refuse to start a learner without ranks.
+
+    Raises:
+        InputError: It is of a run whose ranks the user started; such a run can be viewed and replayed.
+    """
+    if not config.learner.ranks:
+        raise InputError(
+            "learner.ranks",
+            "0 left the start of the ranks to you, which gspo no longer does",
+            "Set the ranks of all machines. For several, use `gspo run … --cluster ray` (docs/cluster.md)",
+        )
+
+
 def check_resume(old: Config, new: Config) -> None:
     """Refuse a change of a key that is fixed within a run.
 

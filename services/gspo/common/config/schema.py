@@ -421,12 +421,6 @@ class Config(Section):
                 "GPUs",
                 "Set staleness.max_lag: 0, or placement: split",
             )
-        if not self.learner.ranks:
-            raise self.wrong(
-                "learner.ranks",
-                "leaves the start of the ranks to you, and with placement: shared they get the GPUs of the generators",
-                "Set the number of ranks, or placement: split",
-            )
         if self.generation.on_update == "keep":
             raise self.wrong(
                 "generation.on_update",

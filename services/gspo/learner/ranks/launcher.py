@@ -1,6 +1,6 @@
-"""The learner's ranks as processes: starts them through torchrun, and reads the environment that a launcher sets.
+"""The learner's ranks as processes: starts them through torchrun, and reads the environment that torchrun sets.
 
-torchrun and DeepSpeed's launcher use the same names, save one. Without torch until it launches.
+Without torch until it launches.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ def own_rank() -> int:
 
 
 def num_ranks(config: Config) -> int:
-    """Ranks on all hosts: as many as the launcher started, or as learner.ranks asks to be started here."""
-    return int(os.environ["WORLD_SIZE"]) if is_launched() else max(1, config.learner.ranks)
+    """Ranks on all hosts: as many as the launcher started, or as learner.ranks asks for."""
+    return int(os.environ["WORLD_SIZE"]) if is_launched() else config.learner.ranks
 
 
 def num_local_ranks() -> int:
     """Ranks on this host, this one included."""
-    # LOCAL_SIZE is DeepSpeed's name.
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def num_ranks_here(config: Config) -> int:

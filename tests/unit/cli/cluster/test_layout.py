@@ -76,7 +76,6 @@ def test_who_is_where(
         # Ranks that share lines stay on one node.
         ((4, 4), {"ranks": 6, "group": 2}, "learner.ranks", "in groups of 2"),
         ((0, 0), {"ranks": 3}, "learner.ranks", "2 nodes without GPUs"),
-        ((0, 0), {"ranks": 0}, "learner.ranks", "on a cluster"),
     ],
 )
 def test_too_small(tmp_path: Path, num_gpus: tuple[int, ...], demand: dict[str, int], key: str, words: str) -> None:

@@ -50,7 +50,6 @@ def test_a_choice_fits_the_gpus_and_divides_the_work(num_gpus: int) -> None:
     assert choice.generator.tokens >= algorithm.prompt_length + algorithm.response_length
     assert algorithm.num_rollouts % (algorithm.num_mini_batches * choice.ranks // learner.sequence_ranks) == 0
     assert learner.micro_batch_tokens and learner.micro_batch_tokens >= 8192
-    assert learner.ranks == (choice.ranks if choice.ranks <= 8 else 0)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_every_obstacle_of_the_nearest_choice_is_named() -> None:
 
 def test_what_gpus_share_stays_within_a_host() -> None:
     choice = fitting(machine_of(16, per_host=2), config_of(32_768))
-    assert choice.ranks % 2 == 0 and choice.config.learner.ranks in (0, 2)
+    assert choice.ranks % 2 == 0
     assert choice.config.learner.sequence_ranks <= 2 and choice.parallel <= 2
 
 

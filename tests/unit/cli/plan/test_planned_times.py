@@ -57,7 +57,7 @@ def test_a_teacher_reads_every_token_forward() -> None:
 
 
 def test_offload_copies_for_each_micro_batch() -> None:
-    choice = replace(choice_of(2), ranks=1)
+    choice = with_learner(choice_of(2), ranks=1)
 
     def copies(offload: str, tokens: int = 8192) -> float:
         changed = with_learner(choice, offload=offload, micro_batch_tokens=tokens, sequence_ranks=1)

