@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gspo.common.config.schema import Config, TlsConfig
-from gspo.common.network.grpc_server import ADMITTED, GrpcApi, GrpcServer
+from gspo.common.network.grpc_server import ADMITTED, GrpcApi, GrpcServer, open_channel
 from gspo.common.service.app import Service
 from gspo.common.service.options import Options
 from gspo.common.streams.instances import Instance, Registration
@@ -29,6 +29,7 @@ from gspo.learner.push.shifts import LearnerShifts
 from gspo.learner.shares.share_server import ShareServer
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushHeader, PushResult, WeightFrame
+from gspo_proto.generation_pb2_grpc import GenerationStub
 from gspo_proto.rollout_pb2 import VersionLive
 
 SHAPES = {"a": (300, 100), "b": (50,)}
@@ -137,6 +138,20 @@ def serve(generators: list[PushTarget], version: PolicyWeights) -> bool:
     return all(generator.serves == (version.version, version.digest) for generator in generators)
 
 
+def flipped(frame: WeightFrame) -> WeightFrame:
+    """One bit of the weights is another."""
+    broken = WeightFrame()
+    broken.CopyFrom(frame)
+    data = frame.tensors[0].data
+    broken.tensors[0].data = bytes([data[0] ^ 1]) + data[1:]
+    return broken
+
+
+async def sent_to(address: str, frames: AsyncIterator[WeightFrame], timeout_s: float | None = 10.0) -> PushResult:
+    async with open_channel(address) as channel:
+        return await GenerationStub(channel).PushWeights(frames, timeout=timeout_s)
+
+
 class RecordingServicer(GenerationGrpcServicer):
     """Notes headers, and corrupts what the test wants corrupted."""
 
@@ -177,6 +192,7 @@ async def generator(
     ignored: Mapping[str, tuple[int, ...]] | None = None,
     gpus: Mapping[str, str] | None = None,
     model: Path | None = None,
+    policies: Path | None = None,
 ) -> AsyncIterator[PushTarget]:
     """A generator that serves version 0, registered.
 
@@ -184,15 +200,18 @@ async def generator(
         ignored: Further tensors of its model folder, which the learner does not have.
         gpus: Its GPUs with their kinds.
         model: The folder of its model, in place of the tests' own.
+        policies: The file that generators of one host have in common.
     """
     service = service_of(name, config, redis_url)
     engine = StandInEngine()
     if model:
         copies = PolicyCopies.from_folder(model, config.generation.dtype)
     else:
-        copies = PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16")
-        for tensor, bits in policy(0).bits.items():
-            copies.serving.put(tensor, bits.reshape(-1))
+        copies = PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16", policies)
+        if not copies.serving.is_whole:
+            for tensor, bits in policy(0).bits.items():
+                copies.serving.put(tensor, bits.reshape(-1))
+            copies.serving.finish()
     parts: Any = (engine, copies, None, IdleLoop())  # in place of engine, driver and loop, of which a push needs little
     servicer = RecordingServicer(service, *parts)
     servicer.generator = running = PushTarget(service, engine, copies, servicer)

@@ -49,9 +49,12 @@ async def startup(service: Service, start_engine: StartEngine) -> AsyncIterator[
         await asyncio.to_thread(check, config)
     folder = model_folder(config.model)
     activity.set("busy", "reading the weights")
-    trusted = config.model.trust_remote_code
     copies = await asyncio.to_thread(
-        PolicyCopies.from_folder, folder, config.generation.dtype, trust_remote_code=trusted
+        PolicyCopies.from_folder,
+        folder,
+        config.generation.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        file=service.options.policies,
     )
     async with gpus_of(service):
         # The engine's processes import, load the model and answer a first request before it returns.

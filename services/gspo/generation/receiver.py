@@ -1,6 +1,7 @@
 """Takes pushed weights: fence, staging, digest, and only then the load. One push at a time.
 
 The tensors of the learner's first rank come with the push; those of its other ranks are pulled from them meanwhile.
+A version that another generator of this host has taken is loaded without them.
 
 A push that is late, broken or refused changes nothing. A load that has begun ends, even if the call is cancelled. On
 shared GPUs the learner also puts the engine to sleep here, between two pushes, and a push wakes it.
@@ -25,7 +26,7 @@ from gspo.common.telemetry import metrics
 from gspo.common.weights.changes import Packed
 from gspo.common.weights.time_limit import TimeLimit
 from gspo.generation.engine.api import EngineBrokenError, EngineLike
-from gspo.generation.engine.staging import PolicyCopies, StagingError
+from gspo.generation.engine.staging import LOOK_S, PolicyCopies, PolicyPlace, StagingError
 from gspo.generation.share_pull import PullFailedError, pulled_frames
 from gspo_proto.generation_pb2 import PushHeader, PushResult, SleepRequest, TensorFrame, WeightFrame
 
@@ -90,12 +91,12 @@ class Receiver:
         return self._lock.locked() and not self._waits_for_frames
 
     async def receive(
-        self, frames: AsyncIterator[WeightFrame], go_ahead: Callable[[], Awaitable[None]], limit_s: float | None
+        self, frames: AsyncIterator[WeightFrame], admit: Callable[[bool], Awaitable[None]], limit_s: float | None
     ) -> PushResult:
         """Take one version.
 
         Args:
-            go_ahead: Awaited when the header is admitted and this push has the lock.
+            admit: Awaited when the header is admitted and this push has the lock, with whether frames are to come.
             limit_s: Time until the call's deadline, by which everything must be staged; None where it has none.
 
         Raises:
@@ -120,11 +121,14 @@ class Receiver:
                 raise _precondition(
                     f"the changes are to {header.base_digest[:12]} and {self.digest[:12]} is here; push every element"
                 )
-            digest = await self._stage(header, frames, go_ahead, began + limit_s)
+            await self._stage(header, frames, admit, began + limit_s)
             if header.version == self._engine.version == 0:
                 await asyncio.to_thread(self._check_start)
             staged_s = time.monotonic() - began
-            return await _uncancelled(self._switch(header, digest, staged_s))
+            try:
+                return await _uncancelled(self._switch(header, staged_s))
+            finally:
+                self._copies.abandon()
 
     async def sleep(self, request: SleepRequest) -> None:
         """Put the engine to sleep, after a push that is being taken; weights then wait for the generators' shift.
@@ -153,24 +157,36 @@ class Receiver:
         self,
         header: PushHeader,
         frames: AsyncIterator[WeightFrame],
-        go_ahead: Callable[[], Awaitable[None]],
+        admit: Callable[[bool], Awaitable[None]],
         deadline_s: float,
-    ) -> str:
-        """Put the frames into the staged copy; returns its digest."""
+    ) -> None:
+        """Stage the version: from the frames, unless this host has it or another generator here takes it now."""
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()) as self._staging:
-                await go_ahead()
-                await _uncancelled(asyncio.to_thread(self._copies.begin, changes=bool(header.base_digest)))
-                await self._write_all(header, frames)
-                digest = await _uncancelled(asyncio.to_thread(self._copies.staged_digest))
+                place = await _uncancelled(asyncio.to_thread(self._copies.find, header.digest, header.version))
+                await admit(place is PolicyPlace.NOWHERE)
+                if place is PolicyPlace.NOWHERE:
+                    await self._take(header, frames)
+                elif place is PolicyPlace.ELSEWHERE:
+                    await self._await_other(header)
+            self._check_fence(header)
         except TimeoutError as error:
+            self._copies.abandon()
             self._check_fence(header)
             raise PushRefusedError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 f"version {header.version} was not here by the deadline of the call; nothing was loaded",
             ) from error
+        except BaseException:
+            self._copies.abandon()
+            raise
         finally:
             self._staging = None
+
+    async def _take(self, header: PushHeader, frames: AsyncIterator[WeightFrame]) -> None:
+        """Stage the frames, and offer the policy to the other generators of this host."""
+        await self._write_all(header, frames)
+        digest = await _uncancelled(asyncio.to_thread(self._copies.staged_digest))
         self._check_fence(header)
         if digest != header.digest:
             raise PushRefusedError(
@@ -178,7 +194,24 @@ class Receiver:
                 f"version {header.version} has digest {header.digest[:12]} and {digest[:12]} came, with "
                 f"{len(self._copies.staged.fingerprints)} of {header.num_tensors} tensors; nothing was loaded",
             )
-        return digest
+        await _uncancelled(asyncio.to_thread(self._copies.finish))
+
+    async def _await_other(self, header: PushHeader) -> None:
+        """Wait for the version while another generator of this host takes it.
+
+        Raises:
+            PushRefusedError: The other one has not ended its push. The next one is to this generator itself.
+        """
+        place = PolicyPlace.ELSEWHERE
+        while place is PolicyPlace.ELSEWHERE:
+            await asyncio.sleep(LOOK_S)
+            place = await _uncancelled(asyncio.to_thread(self._copies.find, header.digest, header.version))
+        if place is PolicyPlace.NOWHERE:
+            raise PushRefusedError(
+                grpc.StatusCode.UNAVAILABLE,
+                f"another generator of this host began to take version {header.version} and has not ended it; nothing "
+                "was loaded",
+            )
 
     def _check_start(self) -> None:
         """Compare the original model as the learner has it with this generator's: its rollouts count as version 0's."""
@@ -191,8 +224,10 @@ class Receiver:
     async def _write_all(self, header: PushHeader, frames: AsyncIterator[WeightFrame]) -> None:
         """Stage the frames of the call, and meanwhile those of the learner's other ranks."""
         self._waits_for_frames, self._pulled_bytes = True, 0
-        pulls = [asyncio.create_task(self._pull_share(address, header)) for address in header.sources]
+        pulls: list[asyncio.Task[None]] = []
         try:
+            await _uncancelled(asyncio.to_thread(self._copies.begin, changes=bool(header.base_digest)))
+            pulls += [asyncio.create_task(self._pull_share(address, header)) for address in header.sources]
             async for frame in frames:
                 await self._write_frame(frame)
             await asyncio.gather(*pulls)
@@ -231,7 +266,7 @@ class Receiver:
             else:
                 self._copies.write(run.name, run.offset, run.data)
 
-    async def _switch(self, header: PushHeader, digest: str, staged_s: float) -> PushResult:
+    async def _switch(self, header: PushHeader, staged_s: float) -> PushResult:
         with self._service.activity.doing("loading weights", f"version {header.version}"):
             limit_s = self._load_limit.seconds(header.num_bytes)
             with self._ending_if_broken():
@@ -242,14 +277,14 @@ class Receiver:
                         header.version, self._copies, on_update=self._config.on_update, timeout_s=limit_s
                     )
         self._load_limit.record(header.num_bytes, times.load_s)
-        self.digest = digest
+        self.digest = header.digest
         metrics.GENERATOR_VERSION.set(header.version)
         metrics.PUSH_PAUSE_SECONDS.observe(sum(astuple(times)))
         self._on_loaded()
-        log.info("version_loaded", version=header.version, digest=digest[:12], stage_s=round(staged_s, 4))
+        log.info("version_loaded", version=header.version, digest=header.digest[:12], stage_s=round(staged_s, 4))
         return PushResult(
             version=header.version,
-            digest=digest,
+            digest=header.digest,
             stage_s=staged_s,
             pulled_bytes=self._pulled_bytes,
             **asdict(times),

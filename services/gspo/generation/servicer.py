@@ -121,7 +121,9 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
         """Take one policy version; the old weights keep serving after any failure."""
         try:
             result = await self._receiver.receive(
-                request_iterator, lambda: context.send_initial_metadata((ADMITTED,)), context.time_remaining()
+                request_iterator,
+                lambda takes_frames: context.send_initial_metadata((ADMITTED,) if takes_frames else ()),
+                context.time_remaining(),
             )
         except (PushRefusedError, StagingError, LoadFailedError, EngineBrokenError) as error:
             metrics.PUSHES_RECEIVED.labels("refused").inc()

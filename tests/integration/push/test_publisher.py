@@ -16,16 +16,14 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.common.errors import InputError
-from gspo.common.network.grpc_server import open_channel
 from gspo.common.telemetry import metrics
 from gspo.common.weights.changes import pack_changes
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo.learner.push import policy_weights, replicas
 from gspo.learner.push.policy_weights import PolicyWeights, push_header
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
-from gspo_proto.generation_pb2_grpc import GenerationStub
 from tests.support import push_peers
-from tests.support.push_peers import generator, learner, policy, run_config, serve
+from tests.support.push_peers import flipped, generator, learner, policy, run_config, sent_to, serve
 from tests.support.service_process import make_run
 
 pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60)]
@@ -43,20 +41,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failed pushes are tried again soon."""
     monkeypatch.setattr(replicas, "_FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(replicas, "_LONGEST_PAUSE_S", 0.05)
-
-
-def flipped(frame: WeightFrame) -> WeightFrame:
-    """One bit of the weights is another."""
-    broken = WeightFrame()
-    broken.CopyFrom(frame)
-    data = frame.tensors[0].data
-    broken.tensors[0].data = bytes([data[0] ^ 1]) + data[1:]
-    return broken
-
-
-async def sent_to(address: str, frames: AsyncIterator[WeightFrame], timeout_s: float | None = 10.0) -> PushResult:
-    async with open_channel(address) as channel:
-        return await GenerationStub(channel).PushWeights(frames, timeout=timeout_s)
 
 
 def header_of(version: PolicyWeights, *, epoch: int, learner: str) -> WeightFrame:
@@ -257,12 +241,12 @@ async def test_an_admitted_push_of_an_older_learner_ends_too(redis: Redis, redis
     async def header_alone() -> AsyncIterator[WeightFrame]:
         yield header_of(policy(9), epoch=1, learner="old")
 
-    async def slow_go_ahead() -> None:
+    async def slow_to_admit(_takes_frames: bool) -> None:
         admitted.set()
         await asyncio.sleep(50.0)
 
     async with generator(config, redis_url) as only, learner(config, redis_url, epoch=2) as new:
-        stuck = asyncio.create_task(only.servicer._receiver.receive(header_alone(), slow_go_ahead, 50.0))
+        stuck = asyncio.create_task(only.servicer._receiver.receive(header_alone(), slow_to_admit, 50.0))
         await admitted.wait()
         await new.publish(policy(1))
         await new.until(lambda: serve([only], policy(1)))
@@ -291,8 +275,8 @@ async def test_a_push_that_stalls_ends_at_the_generator_too(redis: Redis, redis_
         yield header_of(policy(1), epoch=1, learner="a")
         await asyncio.sleep(20.0)
 
-    async def admitted() -> None:
-        pass
+    async def admitted(takes_frames: bool) -> None:
+        assert takes_frames
 
     async with generator(config, redis_url) as only:
         with pytest.raises(grpc.aio.AioRpcError) as late:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gspo.common.weights.manifest import policy_digest
-from gspo.generation.engine.staging import PolicyCopies
+from gspo.generation.engine.staging import PolicyCopies, PolicyPlace
 from gspo.generation.receiver import PushRefusedError, Receiver
 from gspo_proto.generation_pb2 import PushHeader, TensorFrame, WeightFrame
 
@@ -27,9 +27,9 @@ class BlockedCopy(PolicyCopies):
         super().__init__({"a": (4,)}, "float32")
         self.reached, self.may_go_on = threading.Event(), threading.Event()
 
-    def begin(self, *, changes: bool) -> None:
-        self._block("begin")
-        super().begin(changes=changes)
+    def find(self, digest: str, version: int) -> PolicyPlace:
+        self._block("find")
+        return super().find(digest, version)
 
     def staged_digest(self) -> str:
         self._block("staged_digest")
@@ -59,19 +59,20 @@ async def run_loop() -> None:
 
 async def test_a_push_that_is_cancelled_twice_keeps_its_lock_while_a_thread_writes() -> None:
     copy = BlockedCopy()
-    receiver, copy.blocks_at = receiver_of(copy), "begin"
+    receiver, copy.blocks_at = receiver_of(copy), "find"
     admitted = asyncio.Event()
 
-    async def go_ahead() -> None:
+    async def admit(takes_frames: bool) -> None:
+        assert takes_frames
         admitted.set()
 
-    first = asyncio.create_task(receiver.receive(header(1), go_ahead, 20.0))
+    first = asyncio.create_task(receiver.receive(header(1), admit, 20.0))
     await asyncio.to_thread(copy.reached.wait, 20)
     for _ in range(2):  # as by the deadline of the push, and by gRPC's
         first.cancel()
         await run_loop()
     admitted.clear()
-    second = asyncio.create_task(receiver.receive(header(1), go_ahead, 20.0))
+    second = asyncio.create_task(receiver.receive(header(1), admit, 20.0))
     await run_loop()
     assert not admitted.is_set()
     assert not first.done()
@@ -87,14 +88,14 @@ async def test_a_newer_learner_waits_for_an_older_push_that_is_already_late() ->
     copy = BlockedCopy()
     receiver, copy.blocks_at = receiver_of(copy), "staged_digest"
 
-    async def go_ahead() -> None:
-        pass
+    async def admit(takes_frames: bool) -> None:
+        assert takes_frames
 
-    late = asyncio.create_task(receiver.receive(header(1), go_ahead, 0.05))
+    late = asyncio.create_task(receiver.receive(header(1), admit, 0.05))
     await asyncio.to_thread(copy.reached.wait, 20)
     while receiver._staging is None or not receiver._staging.expired():
         await asyncio.sleep(0.01)
-    newer = asyncio.create_task(receiver.receive(header(2), go_ahead, 20.0))
+    newer = asyncio.create_task(receiver.receive(header(2), admit, 20.0))
     await run_loop()
     copy.may_go_on.set()
     with pytest.raises(PushRefusedError, match="of epoch 2; this call is of"):
@@ -113,11 +114,11 @@ async def test_a_learner_that_read_another_model_is_refused_for_good() -> None:
         for name, bits in pushed.items():
             yield WeightFrame(tensors=[TensorFrame(name=name, data=bits.tobytes())])
 
-    async def go_ahead() -> None:
-        pass
+    async def admit(takes_frames: bool) -> None:
+        assert takes_frames
 
     with pytest.raises(PushRefusedError, match="a has other values in this generator than in the learner") as error:
-        await receiver_of(copies).receive(frames(), go_ahead, 20.0)
+        await receiver_of(copies).receive(frames(), admit, 20.0)
     assert error.value.status is grpc.StatusCode.INVALID_ARGUMENT
     assert copies.serving.fingerprints.keys() == {"a", "b", "ignored"}
     copies.write("a", 0, bytes(16))

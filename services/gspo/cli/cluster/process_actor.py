@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from gspo.cli.processes.guard import kill_processes_of, start_guard
 from gspo.common.host.machine import VISIBLE
-from gspo.common.host.module_command import SUPERVISOR_VARIABLE
+from gspo.common.host.module_command import POLICIES_VARIABLE, SUPERVISOR_VARIABLE
 from gspo.common.network.credentials import ADDRESS_VARIABLE
 
 # Of the driver's variables, those that say where it is and not how to work; and the one that Ray sets for its workers.
@@ -40,7 +40,13 @@ class ProcessActor:
         self._node_id = str(ray.get_runtime_context().get_node_id())
         # An id of its own: on the driver's node, the driver's guard and this one have other processes.
         own_id = uuid.uuid4().hex
-        self._own_variables = {ADDRESS_VARIABLE: ray.util.get_node_ip_address(), SUPERVISOR_VARIABLE: own_id}
+        # A generator that starts again in this bundle has its last policy.
+        policies = f"/proc/{os.getpid()}/fd/{os.memfd_create('gspo-policies')}"
+        self._own_variables = {
+            ADDRESS_VARIABLE: ray.util.get_node_ip_address(),
+            SUPERVISOR_VARIABLE: own_id,
+            POLICIES_VARIABLE: policies,
+        }
         self._environment = node_environment(os.environ, driver)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         # Ray kills an actor with its children, and not what these have started, such as an engine's own processes.

@@ -31,6 +31,7 @@ class Job:
         placement: The GPUs of its processes.
         preflight: Processes that wait to become the services' first ones.
         leave_out: A logged step that the learner passes over.
+        policies: The file in memory that the generators of this machine have in common.
         nodes: The nodes of a cluster, if the run has several; None starts everything on this machine.
     """
 
@@ -43,6 +44,12 @@ class Job:
     preflight: Preflight = field(default_factory=Preflight)
     nodes: Nodes | None = None
     leave_out: int | None = None
+    policies: Path | None = None
+
+    @property
+    def generation_options(self) -> tuple[str, ...]:
+        """Further options of a generator."""
+        return ("--policies", str(self.policies)) if self.policies and not self.nodes else ()
 
     @property
     def learner_options(self) -> tuple[str, ...]:
@@ -106,6 +113,7 @@ def service_programs(job: Job, redis_url: str) -> list[Program]:
         command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
         command += job.coordinator_options if service == COORDINATOR else ()
         command += job.learner_options if service == LEARNER else ()
+        command += job.generation_options if service == GENERATION else ()
         program = Program(
             name, tuple(command), environment=job.placement.environment(name), preflight=job.preflight.take(name)
         )

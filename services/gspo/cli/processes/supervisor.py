@@ -8,6 +8,7 @@ One that asks for its start (exit code 4) does not count as dead.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import time
@@ -44,7 +45,10 @@ class ProcessSupervisor:
 
     Attributes:
         children: All programs, by name.
+        policies: A file in memory for the policies of the generators, which it outlives.
     """
+
+    policies: Path
 
     def __init__(self, log_dir: Path, max_restarts: int, say: Callable[[str], None], supervisor_id: str = "") -> None:
         self._log_dir, self._max_restarts, self._say = log_dir, max_restarts, say
@@ -57,10 +61,13 @@ class ProcessSupervisor:
     async def __aenter__(self) -> ProcessSupervisor:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._guard = start_guard(self._supervisor_id)
+        self._memory = os.memfd_create("gspo-policies")
+        self.policies = Path(f"/proc/{os.getpid()}/fd/{self._memory}")
         return self
 
     async def __aexit__(self, *_error: object) -> None:
         await asyncio.shield(self.end(patience_s=0.0))
+        os.close(self._memory)
 
     def start(self, programs: Iterable[Program]) -> None:
         """Start programs and keep them alive from now on."""

@@ -100,6 +100,7 @@ async def run_session(
             watcher = Watcher(redis, view, screen.say)
             await watcher.forget_last_session()
             write_supervisor_facts(job.run_dir, redis_url)
+            job = replace(job, policies=supervisor.policies)
             supervisor.start(_reporting_ends((programs or service_programs)(job, redis_url), job.config, redis))
             job.preflight.end()  # processes that are not part of this run
             await _until_over(job, view, screen, interrupts, supervisor, watcher)

@@ -6,6 +6,8 @@ import sys
 
 # In the environment of every process that a supervisor starts, with the supervisor's id.
 SUPERVISOR_VARIABLE = "GSPO_SUPERVISOR"
+# The file in memory for the policies of the generators that it starts, where their command line names none.
+POLICIES_VARIABLE = "GSPO_POLICIES"
 
 
 def module_command(module: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ class HostMemory:
         ranks: What its ranks offload, on shared GPUs all their states; or the model while it loads, if that is more.
             The first rank's host also has an earlier version of the trained weights.
         published: The layers of policies that its ranks keep for pushes.
-        staged: Policies that its generators keep: the served and the next one.
+        staged: Policies that its generators keep: the served and the next one, and one more for those that are behind.
         processes: Programs and libraries.
     """
 
@@ -40,10 +40,11 @@ class HostMemory:
 def host_memory(config: Config, size: TrainedSize, *, ranks: int, ranks_here: int, generators_here: int) -> HostMemory:
     """The memory of a host with so many of the ranks, the first one included, and so many generators."""
     has_ranks = ranks_here > 0
+    is_only_host = ranks_here == ranks and generators_here == config.generation.replicas
     return HostMemory(
         ranks=learner_host_bytes(config, size, ranks, ranks_here, on_gpu=True) if has_ranks else 0.0,
         published=published_bytes(config, size.num_parameters, ranks, ranks_here),
-        staged=staged_bytes(config, size.num_parameters) * generators_here,
+        staged=staged_bytes(config, size.num_parameters, generators_here, in_common=is_only_host),
         processes=PROCESSES_GIB * GIB,
     )
 

@@ -304,9 +304,16 @@ def published_bytes(config: Config, num_parameters: int, ranks: int, ranks_here:
     return _PUBLISHED * policy_bytes(config, num_parameters) * ranks_here / ranks
 
 
-def staged_bytes(config: Config, num_parameters: int) -> float:
-    """Bytes of the policies that a generator with a GPU keeps in host memory."""
-    return _STAGED * policy_bytes(config, num_parameters)
+def staged_bytes(config: Config, num_parameters: int, generators_here: int, *, in_common: bool) -> float:
+    """Bytes of the policies that a host's generators with GPUs keep in its memory.
+
+    Args:
+        in_common: Whether one `gspo run` has started all of them; on a cluster each has its own.
+    """
+    policies = _STAGED * generators_here
+    if in_common and generators_here > 1:
+        policies = _STAGED + 1
+    return policies * policy_bytes(config, num_parameters)
 
 
 @dataclass(frozen=True)

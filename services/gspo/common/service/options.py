@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from gspo.common.config.loading import CONFIG_NAME, read_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError, exit_bad_input
+from gspo.common.host.module_command import POLICIES_VARIABLE
 from gspo.common.network.credentials import check_credentials, shared_token, warn_of_plain_text
 from gspo.common.service.logs import set_up_logs
 
@@ -44,6 +45,7 @@ class Options:
     stay: bool = False
     waits: bool = False
     leave_out: int | None = None
+    policies: Path | None = None
 
     @property
     def token(self) -> str:
@@ -106,6 +108,7 @@ def parse_options(
         evaluate,
         stays,
         leave_out=arguments.leave_out,
+        policies=arguments.policies,
     )
 
 
@@ -135,6 +138,13 @@ def _parser(service: str, meaning: str) -> argparse.ArgumentParser:
     parser.add_argument("--grpc-port", type=int, default=0, help="0 picks a free port")
     parser.add_argument("--resume", action="store_true", help="continue the run of the run directory")
     parser.add_argument("--leave-out", type=int, metavar="STEP", help="the learner leaves this logged step out")
+    parser.add_argument(
+        "--policies",
+        type=Path,
+        metavar="FILE",
+        default=os.environ.get(POLICIES_VARIABLE),
+        help="memory that the generators of a host have in common, so that one push is for all of them",
+    )
     parser.add_argument("--evaluate", action="store_true", help="measure the given model once: a run without a learner")
     parser.add_argument(
         "--stay", action="store_true", help="on bad input stay alive, not ready, with the reason: for containers"

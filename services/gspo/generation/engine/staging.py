@@ -1,14 +1,16 @@
-"""The generator's two copies of the policy in shared memory: one serves, the next one is being staged.
+"""The generator's copies of the policy in shared memory: one serves, the next one is being staged.
 
-`receiver.py` fills the staged copy, and `weights.py` loads it in vLLM's process.
+`receiver.py` fills the staged copy, and `weights.py` loads it in vLLM's process. Generators of one host have their
+copies in one file (`policy_file.py`): what one has staged, the others load.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
+import hashlib
+import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,17 @@ from gspo.common.model.files import weight_files
 from gspo.common.weights.changes import Packed, UnpackError, apply_changes
 from gspo.common.weights.fingerprint import Fingerprint, fingerprint
 from gspo.common.weights.manifest import ManifestEntry, manifest_digest
+from gspo.generation.engine.policy_file import FILLING, WHOLE, PolicyFile
 from gspo.generation.engine.tied_heads import tied_heads
 
 # Cache lines; also more than any dtype's own alignment.
 _ALIGNMENT = 64
+# A generator that fills a slot and has put nothing for so long may be stopped, or its sender slow.
+_STILL_S = 10.0
+# Between two looks whether it has filled it.
+LOOK_S = 0.05
+# At a time, between two notes of progress.
+_COPIED_BYTES = 1 << 28
 # The inference dtypes, and the integer of the same width that carries their bits.
 _BITS: Mapping[str, type[np.unsignedinteger[Any]]] = {
     "float32": np.uint32,
@@ -62,29 +71,36 @@ class TensorPlace:
         return self.num_elements * np.dtype(_BITS[self.dtype]).itemsize
 
 
-class PolicyCopy:
-    """One whole policy in an anonymous shared-memory file.
+class PolicyPlace(Enum):
+    """Where a policy is on this host."""
 
-    The file has no name (memfd), so it vanishes with the process. A container's small /dev/shm does not bound it. The
-    processes of vLLM open it by the path of our file descriptor.
+    HERE = "it is staged"
+    ELSEWHERE = "another generator is filling a slot with it"
+    NOWHERE = "no generator has it"
+
+
+class PolicyCopy:
+    """One whole policy in a slot of the file.
 
     Attributes:
+        slot: Its number. This generator has the slot's lock: for itself until `finish`, shared after it.
         fingerprints: Those of the tensors of this policy, by name; the writers keep them up. A model folder may hold
             more tensors than the learner pushes: those that the architecture ignores.
     """
 
-    def __init__(self, places: Mapping[str, TensorPlace], num_bytes: int) -> None:
-        self._places = places
-        # Of zeros.
-        self.fingerprints = dict.fromkeys(places, Fingerprint())
-        self._file = os.memfd_create("gspo-policy")
-        # Reserved now: an error here instead of a SIGBUS in the middle of a push.
-        try:
-            os.posix_fallocate(self._file, 0, max(num_bytes, 1))
-        except OSError as error:
-            os.close(self._file)
-            raise _not_enough_memory(num_bytes, str(error)) from error
-        self._map = mmap.mmap(self._file, max(num_bytes, 1))
+    def __init__(self, file: PolicyFile, slot: int, places: Mapping[str, TensorPlace]) -> None:
+        self.slot, self._file, self._places = slot, file, places
+        self._map, self._note = file.map_policy(slot), file.map_note(slot)[0]
+        is_there = self._note["present"].astype(bool)
+        lanes = self._note["fingerprints"].tolist()
+        self.fingerprints = {
+            name: Fingerprint(*both) for name, present, both in zip(places, is_there, lanes, strict=True) if present
+        }
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the policy is whole, and other generators may load it."""
+        return bool(self._note["state"] == WHOLE)
 
     def bits(self, name: str) -> NDArray[np.unsignedinteger[Any]]:
         """The tensor's elements as a flat writable view of unsigned integers of their width."""
@@ -95,20 +111,52 @@ class PolicyCopy:
         """Take over all elements of a tensor."""
         self.bits(name)[:] = bits
         self.fingerprints[name] = fingerprint(bits)
+        self._note["progress_s"] = time.monotonic()
 
     def add(self, name: str, change: Fingerprint) -> None:
         """Some elements of a tensor have changed."""
         self.fingerprints[name] = self.fingerprints.get(name, Fingerprint()) + change
+        self._note["progress_s"] = time.monotonic()
 
-    def clear(self) -> None:
-        """Have no tensor, and every element zero."""
-        self.fingerprints.clear()
-        np.frombuffer(self._map, np.uint8)[:] = 0
+    def claim(self, digest: str, version: int, *, is_start: bool) -> None:
+        """Note what the slot is going to have.
 
-    def copy_from(self, other: PolicyCopy) -> None:
-        """Take over the other copy's tensors."""
-        self.fingerprints = dict(other.fingerprints)
-        np.frombuffer(self._map, np.uint8)[:] = np.frombuffer(other._map, np.uint8)
+        Args:
+            is_start: Whether it is the policy of the model folder.
+        """
+        self._note["version"], self._note["is_start"], self._note["progress_s"] = version, is_start, time.monotonic()
+        self._note["digest"], self._note["state"] = digest.encode(), FILLING
+
+    def begin(self, base: PolicyCopy | None) -> None:
+        """Give the slot its memory, with the tensors of `base`, or with zeros.
+
+        Raises:
+            StagingError: There is none.
+        """
+        is_zero = not self._file.has_memory(self.slot)
+        problem = f"no memory for a policy of {len(self._map) / GIB:.2f} GiB"
+        if is_zero and len(self._map) > (free := free_memory()):
+            raise StagingError(f"{problem}: {free / GIB:.2f} GiB are free")
+        try:
+            self._file.reserve(self.slot)
+        except OSError as error:
+            raise StagingError(f"{problem}: {error}") from error
+        self.fingerprints = dict(base.fingerprints) if base is not None else {}
+        if base is None and is_zero:
+            return
+        for first in range(0, len(self._map), _COPIED_BYTES):
+            part = slice(first, first + _COPIED_BYTES)
+            np.frombuffer(self._map, np.uint8)[part] = 0 if base is None else np.frombuffer(base._map, np.uint8)[part]
+            self._note["progress_s"] = time.monotonic()
+
+    def finish(self) -> None:
+        """The policy is whole: other generators of this host may load it."""
+        names = list(self._places)
+        self._note["present"] = [name in self.fingerprints for name in names]
+        numbers = [self.fingerprints.get(name, Fingerprint()) for name in names]
+        self._note["fingerprints"] = np.array([(it.first, it.second) for it in numbers], np.uint64).reshape(-1, 2)
+        self._note["digest"], self._note["state"] = self.digest().encode(), WHOLE
+        self._file.share(self.slot)
 
     def digest(self) -> str:
         """That of its manifest."""
@@ -117,15 +165,13 @@ class PolicyCopy:
 
     def update_info(self) -> dict[str, Any]:
         """The fields of weights.SharedPolicy, by which vLLM's processes read this copy."""
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        begin = self._file.offset(self.slot)
         present: list[dict[str, Any]] = []
         absent: list[dict[str, Any]] = []
-        for place in self._places.values():
-            (present if place.name in self.fingerprints else absent).append(asdict(place))
-        return {"path": path, "tensors": present, "absent": absent}
-
-    def close(self) -> None:
-        os.close(self._file)
+        for name, place in self._places.items():
+            described = {"name": name, "dtype": place.dtype, "shape": place.shape, "offset": begin + place.offset}
+            (present if name in self.fingerprints else absent).append(described)
+        return {"path": self._file.path, "tensors": present, "absent": absent}
 
 
 def _not_enough_memory(num_bytes: int, why: str) -> InputError:
@@ -137,23 +183,28 @@ def _not_enough_memory(num_bytes: int, why: str) -> InputError:
 
 
 class PolicyCopies:
-    """Two copies of the policy in the inference dtype: `serving` is in the engine, `staged` is being filled.
+    """Copies of the policy in the inference dtype: `serving` is in the engine, `staged` is the next one.
 
-    A push is `begin`, then `write` and `change`, then `staged_digest`, then Engine.load, which promotes. Calls block
-    for as long as the memory takes: call them in a thread. Not safe for two pushes at a time.
+    A push is `find`; for a policy that this host has not, also `begin`, `write` and `change`, `staged_digest` and
+    `finish`. Then comes Engine.load, which promotes. Calls block for as long as the memory takes: call them in a
+    thread. Not safe for two pushes at a time.
 
     Args:
         tensors: Name and shape of every tensor that a policy may have.
+        file: That of the generators of this host; None for this process alone.
+        source: Identifies the files that the first policy is read from.
 
     Attributes:
-        places: Where each of them lies in a copy.
+        places: Where each tensor lies in a copy.
         num_bytes: Bytes of all of them.
 
     Raises:
-        InputError: The memory is too small for both copies.
+        InputError: The memory is too small for two copies.
     """
 
-    def __init__(self, tensors: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+    def __init__(
+        self, tensors: Mapping[str, tuple[int, ...]], dtype: str, file: Path | None = None, source: str = ""
+    ) -> None:
         self.places: dict[str, TensorPlace] = {}
         end = 0
         for name, shape in tensors.items():
@@ -161,15 +212,19 @@ class PolicyCopies:
             self.places[name] = place
             end += -(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT
         self.num_bytes = sum(place.num_bytes for place in self.places.values())
-        # Beyond a container's limit the kernel would kill this process instead of refusing it the memory.
-        if 2 * end > (free := free_memory()):
-            raise _not_enough_memory(2 * end, f"{free / GIB:.2f} GiB can be had")
         self._bits = _BITS[dtype]
-        self.serving = PolicyCopy(self.places, end)
-        self.staged = PolicyCopy(self.places, end)
+        layout = hashlib.sha256(f"{source} {list(self.places.values())}".encode()).hexdigest()
+        self._file = PolicyFile(file, layout, end, len(self.places))
+        # Beyond a container's limit the kernel would kill this process instead of refusing it the memory.
+        if 2 * end - self._file.used_bytes > (free := free_memory()):
+            raise _not_enough_memory(2 * end, f"{free / GIB:.2f} GiB can be had")
+        self._locked: set[int] = set()
+        self.serving = self.staged = self._start()
 
     @classmethod
-    def from_folder(cls, folder: Path, dtype: str, *, trust_remote_code: bool = False) -> PolicyCopies:
+    def from_folder(
+        cls, folder: Path, dtype: str, *, trust_remote_code: bool = False, file: Path | None = None
+    ) -> PolicyCopies:
         """The policy of a model folder, cast as vLLM casts it at start, so that version 0 has a digest.
 
         Raises:
@@ -180,18 +235,51 @@ class PolicyCopies:
         shapes: dict[str, tuple[int, ...]] = {}
         for name, part in _checkpoint_tensors(folder, left_out):
             shapes[name] = tuple(part.get_slice(name).get_shape())
-        copies = cls(shapes, dtype)
-        for name, part in _checkpoint_tensors(folder, left_out):
-            copies.serving.put(name, _cast_bits(part.get_tensor(name), dtype))
+        source = " ".join(f"{it} {it.stat().st_size} {it.stat().st_mtime_ns}" for it in weight_files(folder))
+        copies = cls(shapes, dtype, file, source)
+        if not copies.serving.is_whole:
+            for name, part in _checkpoint_tensors(folder, left_out):
+                copies.serving.put(name, _cast_bits(part.get_tensor(name), dtype))
+            copies.serving.finish()
         return copies
 
+    def find(self, digest: str, version: int) -> PolicyPlace:
+        """Look for a policy on this host. If it is there, it is staged; if not, this generator is to take it."""
+        self.abandon()
+        if self.serving.digest() == digest:
+            return PolicyPlace.HERE
+        with self._file.alone():
+            matching = [slot for slot in self._others() if self._file.map_note(slot)[0]["digest"] == digest.encode()]
+            for slot in matching:
+                if copy := self._shared(slot):
+                    self.staged = copy
+                    return PolicyPlace.HERE
+            if any(map(self._is_being_filled, matching)):
+                return PolicyPlace.ELSEWHERE
+            self.staged = self._claimed(digest, version)
+            return PolicyPlace.NOWHERE
+
     def begin(self, *, changes: bool) -> None:
-        """Start a push, of changes to `serving` or of whole tensors. A tensor that is left out changes the digest."""
-        if changes:
-            # To apply the last push's changes to the staged copy instead takes longer, even where 1 % has changed.
-            self.staged.copy_from(self.serving)
-        else:
-            self.staged.clear()
+        """Stage changes to `serving`, or whole tensors. A tensor that is left out changes the digest.
+
+        Raises:
+            StagingError: There is no memory for another copy.
+        """
+        if self.staged is self.serving:
+            with self._file.alone():
+                self.staged = self._claimed("", 0)
+        # To apply the last push's changes to the staged copy instead takes longer, even where 1 % has changed.
+        self.staged.begin(self.serving if changes else None)
+
+    def finish(self) -> None:
+        """The staged policy has the announced digest: other generators of this host may load it too."""
+        self.staged.finish()
+
+    def abandon(self) -> None:
+        """Have nothing staged."""
+        if self.staged is not self.serving:
+            self._release(self.staged.slot)
+        self.staged = self.serving
 
     def write(self, name: str, offset: int, data: bytes) -> None:
         """Put raw little-endian elements at flat position `offset` of a tensor (a large one comes in pieces)."""
@@ -224,11 +312,83 @@ class PolicyCopies:
 
     def promote(self) -> None:
         """Make the staged copy the serving one. Engine.load calls it after a good load."""
-        self.serving, self.staged = self.staged, self.serving
+        if self.staged is not self.serving:
+            self._release(self.serving.slot)
+        self.serving = self.staged
 
     def close(self) -> None:
-        self.serving.close()
-        self.staged.close()
+        self._file.close()
+
+    def _start(self) -> PolicyCopy:
+        """The policy of the model folder, if another generator has read it or does so now; else one of zeros."""
+        while True:
+            with self._file.alone():
+                starts = [slot for slot in self._others() if self._file.map_note(slot)[0]["is_start"]]
+                for slot in starts:
+                    if copy := self._shared(slot):
+                        return copy
+                if not any(map(self._is_being_filled, starts)):
+                    copy = self._claimed("", 0, is_start=True)
+                    break
+            time.sleep(LOOK_S)
+        try:
+            copy.begin(None)
+        except StagingError as error:
+            raise _not_enough_memory(2 * self.num_bytes, str(error)) from error
+        copy.fingerprints = dict.fromkeys(self.places, Fingerprint())  # of zeros
+        return copy
+
+    def _shared(self, slot: int) -> PolicyCopy | None:
+        """The whole policy of a slot, locked for reading; None if it has none."""
+        if not self._file.share(slot):
+            return None
+        self._locked.add(slot)
+        if (copy := PolicyCopy(self._file, slot, self.places)).is_whole:
+            return copy
+        self._release(slot)
+        return None
+
+    def _release(self, slot: int) -> None:
+        """Let others overwrite a slot."""
+        self._file.release(slot)
+        self._locked.discard(slot)
+
+    def _is_being_filled(self, slot: int) -> bool:
+        """Whether a generator has locked a slot for itself, to put tensors into it or to look for a slot."""
+        if self._file.share(slot):
+            self._file.release(slot)
+            return False
+        note = self._file.map_note(slot)[0]
+        return bool(note["state"] == WHOLE or time.monotonic() - note["progress_s"] < _STILL_S)
+
+    def _others(self) -> list[int]:
+        """The slots that this generator has not locked."""
+        return [slot for slot in range(len(self._file)) if slot not in self._locked]
+
+    def _claimed(self, digest: str, version: int, *, is_start: bool = False) -> PolicyCopy:
+        """A copy in a slot that no other generator needs: the oldest one, or else a new one."""
+        free = [slot for slot in self._others() if self._file.seize(slot)]
+        used = sorted((slot for slot in free if self._file.has_memory(slot)), key=self._age)
+        chosen = next(iter(used or free), None)
+        # A generator that starts again is going to look for the newest one.
+        newest = max(range(len(self._file)), key=self._age, default=None)
+        for slot in free:
+            if slot in used and slot not in (chosen, newest):
+                self._file.drop(slot)
+            if slot != chosen:
+                self._file.release(slot)
+        if chosen is None:
+            chosen = len(self._file)
+            self._file.extend()
+            self._file.seize(chosen)
+        self._locked.add(chosen)
+        copy = PolicyCopy(self._file, chosen, self.places)
+        copy.claim(digest, version, is_start=is_start)
+        return copy
+
+    def _age(self, slot: int) -> tuple[bool, int]:
+        note = self._file.map_note(slot)[0]
+        return bool(note["state"] == WHOLE), int(note["version"])
 
     def _run(self, name: str, offset: int, num_elements: int) -> NDArray[np.unsignedinteger[Any]]:
         """A run of a staged tensor's elements."""
@@ -236,6 +396,8 @@ class PolicyCopies:
             raise ModelMismatchError(
                 f"weights: no tensor {name!r} in this model: sender and receiver hold different models"
             )
+        if self.staged is self.serving:
+            raise StagingError("weights: no push has begun")
         in_all = self.places[name].num_elements
         if offset + num_elements > in_all:
             raise ModelMismatchError(

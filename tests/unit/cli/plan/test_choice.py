@@ -108,10 +108,10 @@ def test_ranks_share_lines_before_they_offload() -> None:
 
 def test_generators_are_larger_where_the_host_lacks_memory_for_so_many_policies() -> None:
     roomy = fitting(machine_of(8))
-    choice = fitting(machine_of(8, host_gib=150))
+    choice = fitting(machine_of(8, host_gib=120))
     assert (roomy.replicas, roomy.parallel) == (4, 1)
     assert choice.replicas < roomy.replicas and choice.parallel > 1
-    assert choice.host.total <= 150 * GIB < roomy.host.total
+    assert choice.host.total <= 120 * GIB < roomy.host.total
 
 
 def test_larger_groups_leave_generators_as_they_are() -> None:

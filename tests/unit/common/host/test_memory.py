@@ -50,7 +50,7 @@ def test_two_policies_that_do_not_fit_are_refused_before_the_kernel_kills(monkey
     with pytest.raises(InputError, match=r"model.path: .* 0.00 GiB of shared memory, and 0.00 GiB can be had"):
         PolicyCopies(tensors, "float32")
     monkeypatch.setattr(staging, "free_memory", lambda: 2 * (1 << 20))
-    PolicyCopies(tensors, "float32").serving.close()
+    PolicyCopies(tensors, "float32").close()
 
 
 def test_idle_gpus_of_a_container_are_warned_of(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import torch
 
 from gspo.common.weights.changes import Packed, pack_changes
 from gspo.common.weights.manifest import policy_digest
-from gspo.generation.engine.staging import PolicyCopies, StagingError
+from gspo.generation.engine.staging import PolicyCopies, PolicyPlace, StagingError
 from tests.support.tiny_model import make_tiny_model
 
 
@@ -118,3 +121,34 @@ def test_a_folder_without_safetensors_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="safetensors"):
         PolicyCopies.from_folder(tmp_path, "float32")
+
+
+def test_a_killed_process_keeps_no_slot_and_what_it_began_is_never_loaded() -> None:
+    number = os.memfd_create("policies")
+    file, tensors = Path(f"/proc/{os.getpid()}/fd/{number}"), {"a": (1000,)}
+    copies = PolicyCopies(tensors, "bfloat16", file)
+    copies.serving.finish()
+    begun = f"""
+import os, signal
+from pathlib import Path
+from gspo.generation.engine.staging import PolicyPlace, PolicyCopies
+
+copies = PolicyCopies({tensors}, "bfloat16", Path({str(file)!r}))
+assert copies.serving.is_whole
+assert copies.find("next", 1) is PolicyPlace.NOWHERE
+copies.begin(changes=True)
+copies.write("a", 0, b"12")
+print("begun", flush=True)
+signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", begun], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"begun\n"
+        assert copies.find("next", 1) is PolicyPlace.ELSEWHERE
+        other.kill()
+        other.wait()
+    assert copies.find("next", 1) is PolicyPlace.NOWHERE
+    copies.begin(changes=True)
+    assert len(copies._file) == 2
+    assert copies.staged_digest() == copies.serving_digest()
+    copies.close()
+    os.close(number)
