@@ -1,7 +1,5 @@
 """The log of refusals: calls that this service refuses, and services that refuse our token. Each is counted."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from typing import Literal, Protocol
@@ -44,11 +42,11 @@ def note_refusal(protocol: CallProtocol, reason: str, *, caller: str, target: st
     log.warning("call_refused", protocol=protocol, caller=caller, target=target, reason=detail)
 
 
-def token_rejected_by(service: HasReadiness, peer: str, *, key: str = "services.token_file") -> None:
+def token_rejected_by(service: HasReadiness, peer: str) -> None:
     """Another service refuses our token: log one error, and be not ready until it accepts the token."""
     cause = f"token for {peer}"
     if cause not in service.problems:
-        reason = f"{peer} refuses our token: the secrets in {key} of both differ"
+        reason = f"{peer} refuses our token: the secrets in services.token_file of both differ"
         service.problems[cause] = reason
         log.error("token_refused", peer=peer, reason=reason)
 

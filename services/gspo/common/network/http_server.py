@@ -5,8 +5,6 @@ machine's address (DNS rebinding). So a request must name a host that is ours, a
 Starlette's TrustedHostMiddleware knows neither IP addresses nor pages. The token is checked in health.py or in the app.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress
@@ -184,11 +182,11 @@ def caller_of(scope: Scope) -> str:
     return f"{host}:{port}"
 
 
-async def reply(send: Send, status: int, body: dict[str, Any], headers: Collection[tuple[bytes, bytes]] = ()) -> None:
+async def reply(send: Send, status: int, body: dict[str, Any]) -> None:
     """Answer one request with JSON."""
     text = json.dumps(body).encode()
-    standard = [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(len(text)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": [*standard, *headers]})
+    headers = [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(len(text)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": text})
 
 
