@@ -1,7 +1,5 @@
 """Start the service of the run's own agents: `python -m gspo.agents --run-dir DIR`."""
 
-from __future__ import annotations
-
 from gspo.common.host.packages import checked_packages
 
 with checked_packages():

@@ -12,8 +12,6 @@ A sandbox plays one rollout and ends. So no rollout finds what another has writt
 Not covered: as for reward functions (services/gspo/reward/sandbox/execution.py), and what named hosts let through.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

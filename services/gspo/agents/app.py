@@ -3,8 +3,6 @@
 waits for: rollouts at the gateway, the agents. It ends with the run, and every process of an agent with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator

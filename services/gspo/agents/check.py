@@ -1,7 +1,5 @@
 """The check of an agent before a run: its files, and its import within the sandbox. No rollout is played."""
 
-from __future__ import annotations
-
 import asyncio
 
 from gspo.agents.agent_sandbox import AgentSandbox

@@ -3,8 +3,6 @@
 The standard library and httpx are all that it needs, so it works on machines without an engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """The program `gspo`: runs a command of commands.py and turns errors into one message and an exit code."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Sequence

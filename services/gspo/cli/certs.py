@@ -4,8 +4,6 @@ All services share one certificate under one server name. The key of the signing
 can be signed by it later; a new set replaces the old one.
 """
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import secrets

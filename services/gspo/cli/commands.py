@@ -1,7 +1,5 @@
 """The commands of `gspo`: arguments and help texts. Each one but `export` calls the module that does the work."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from enum import StrEnum

@@ -4,8 +4,6 @@ A letter is written in the transaction that removes the entry from its stream. A
 and only while its group is open: a settled group is never trained again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable

@@ -3,8 +3,6 @@
 findings.py has the single checks of the machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterator

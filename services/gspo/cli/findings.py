@@ -1,7 +1,5 @@
 """The single checks of `gspo doctor`: each function returns findings with advice. They change nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

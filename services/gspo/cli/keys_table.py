@@ -1,7 +1,5 @@
 """`gspo config`: prints the keys of a configuration with type, default, bounds and meaning, as a list or Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 

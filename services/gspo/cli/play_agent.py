@@ -1,7 +1,5 @@
 """`gspo agent`: play the rollouts of a run with an agent of the user's."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

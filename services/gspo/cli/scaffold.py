@@ -3,8 +3,6 @@
 Containers mount the folder alone, so a model on this disk is linked into it. `tiny` makes that of examples/arithmetic.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """YAML of a user: no tags, no repeated keys, and bounds on depth and on values, with those that aliases repeat."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

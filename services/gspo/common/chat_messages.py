@@ -4,8 +4,6 @@ Data files, environments and the run itself render conversations by this module;
 from vLLM.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """The error of a user's input. Our own faults are tracebacks."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Iterable, Mapping

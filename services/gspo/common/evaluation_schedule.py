@@ -1,7 +1,5 @@
 """The version that is overdue for its evaluation: coordinator and learner decide it alike after a restart."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from gspo.common.config.schema import Config

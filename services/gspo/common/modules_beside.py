@@ -4,8 +4,6 @@ A reward function's file takes them along: into its sandbox, its version and its
 library stay with that library. A folder without `__init__.py` counts unless a package of its name is installed.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import sys

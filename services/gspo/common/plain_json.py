@@ -1,7 +1,5 @@
 """JSON that strangers write: its bound, and its values without halves of characters and numbers beyond JSON."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

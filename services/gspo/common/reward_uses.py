@@ -1,7 +1,5 @@
 """The parts of a score: the reward functions of a source, and the rewards that come with the rollout itself."""
 
-from __future__ import annotations
-
 from gspo.common.config.gateway import AGENT_PART
 from gspo.common.config.reward import ENVIRONMENT_PART
 from gspo.common.config.sources import Source

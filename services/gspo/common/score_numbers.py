@@ -3,8 +3,6 @@
 Checked where such numbers enter, where the reward service adds them up, and where learner and coordinator read sums.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gspo_proto.rollout_pb2 import Score

@@ -1,7 +1,5 @@
 """The source of prompts of each group, from the group's number alone; for coordinator and learner."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction

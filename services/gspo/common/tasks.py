@@ -1,7 +1,5 @@
 """Asynchronous tasks: groups of them, waits with a limit, and their end within a bounded time."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine

@@ -1,7 +1,5 @@
 """Start the coordinator: `python -m gspo.coordinator --run-dir DIR`."""
 
-from __future__ import annotations
-
 from gspo.common.host.packages import checked_packages
 
 with checked_packages():

@@ -1,7 +1,5 @@
 """The coordinator service: serves the run's HTTP API, reads the prompts, runs its loop or one evaluation."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -3,8 +3,6 @@
 It starts nothing and imports no torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from gspo.common.config.schema import Config

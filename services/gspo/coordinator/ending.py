@@ -4,8 +4,6 @@ A state machine without Redis; loop.py asks it and sends Finished. Every wait ha
 missing event.
 """
 
-from __future__ import annotations
-
 import time
 
 from gspo.common.config.schema import RunConfig

@@ -1,7 +1,5 @@
 """The coordinator's sources about the run: the events, and over gRPC the learner's own account and its results."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """The run's HTTP API: its state, its newest rollouts, pause, resume and stop."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

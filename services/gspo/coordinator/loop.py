@@ -6,8 +6,6 @@ waits for: slots, unblocked by VersionLive and GroupsSettled, and answers, unblo
 end it waits for the last version, unblocked by VersionLive.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Reading here leases nothing; services/gspo/common/streams/inbox.py takes entries.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ Only waits that another service of the run ends are counted: a user's pause, a u
 and an evaluation have other ends. Tokens, bytes, steps and entries that move count as work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal
 

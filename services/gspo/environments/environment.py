@@ -3,8 +3,6 @@
 A rollout keeps an episode's state as text, `state_json`: the state itself, or the record of a session on a server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 

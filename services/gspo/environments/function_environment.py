@@ -4,8 +4,6 @@ A step is pure: where a replica ends before it answers, the client calls another
 waits for: a reward replica, an answer. unblocked by: heartbeats, the reward service.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -9,8 +9,6 @@ Each connection to URL/ws is a session, which ends with it. Messages are JSON ob
 Over HTTP these servers make a new environment for every request, so a conversation cannot be played that way.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Any

@@ -8,8 +8,6 @@ episodes.py begins the rollout anew.
 waits for: the server. unblocked by: its answer, a place on it, reach_timeout_s.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -3,8 +3,6 @@
 It starts nothing. A run plays the sessions in services/gspo/environments/server_environment.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import uuid

@@ -10,8 +10,6 @@ openenv_server.py asks OpenEnv's own servers, which keep sessions over WebSocket
 server_environment.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection

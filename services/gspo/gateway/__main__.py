@@ -1,7 +1,5 @@
 """Start the gateway: `python -m gspo.gateway --run-dir DIR`."""
 
-from __future__ import annotations
-
 import os
 
 from gspo.common.host.packages import checked_packages

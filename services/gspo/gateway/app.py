@@ -5,8 +5,6 @@ With an agent it also offers the run's tasks to workers, and records what they a
 waits for: requests, workers. It ends with the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial

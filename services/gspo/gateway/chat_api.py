@@ -1,7 +1,5 @@
 """The HTTP API of the gateway: vLLM's own routes for the APIs of OpenAI and Anthropic, on the policy of the run."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from copy import copy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The keys of a request that the gateway refuses, in the words of each API that clients speak."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 waits for: a generator. unblocked by: its heartbeat. Every wait ends with the request's own time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import OrderedDict

@@ -4,8 +4,6 @@ vLLM's parsers read a stream piece by piece by other code than a whole answer, a
 writes a call badly.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping, Sequence

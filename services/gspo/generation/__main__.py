@@ -1,7 +1,5 @@
 """Start the generation service: `python -m gspo.generation --run-dir DIR`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The generation service: starts the engine, receives weights, works on prompts until the run ends."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager

@@ -4,8 +4,6 @@ Finished rollouts are written in bursts. In-flight rollouts are saved, so that a
 `save_tokens` tokens of each.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import defaultdict

@@ -4,8 +4,6 @@ consumes: prompts, paused_prompts, eval_prompts. produces: rollouts, eval_rollou
 waits for: capacity, a task, newer weights. unblocked by: a finished rollout, the coordinator, a weight update.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

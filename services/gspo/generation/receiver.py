@@ -8,8 +8,6 @@ shared GPUs the learner also puts the engine to sleep here, between two pushes, 
 `servicer.py` has the calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The generator's gRPC service: rollouts on request, weight updates, and a description of this generator."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing

@@ -3,8 +3,6 @@
 The header of a push names them. receiver.py stages the frames.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 
 import grpc

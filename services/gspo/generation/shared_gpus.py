@@ -4,8 +4,6 @@ produces: the record of its engine, as long as that may hold memory of the GPUs.
 waits for: the generators' shift, unblocked by the learner (learner/push/shifts.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """One request of an outside caller: its tokens in pieces, while the engine samples them beside the run's rollouts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 

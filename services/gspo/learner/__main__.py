@@ -3,8 +3,6 @@
 With learner.ranks above 1 it starts as many of itself through torchrun; on a cluster, each host starts its share.
 """
 
-from __future__ import annotations
-
 import sys
 
 import structlog

@@ -3,8 +3,6 @@
 Rank 0 runs as an app; the other ranks follow it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable

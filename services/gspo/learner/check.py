@@ -3,8 +3,6 @@
 A loss of the user's own takes seconds more: a process of its own tries it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

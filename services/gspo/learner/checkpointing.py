@@ -7,8 +7,6 @@ and older ones and their steps may go.
 produces: checkpoint folders, CheckpointDone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

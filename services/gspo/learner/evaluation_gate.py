@@ -3,8 +3,6 @@
 consumes: EvaluationDone. waits for: the evaluations of a version, unblocked by the coordinator, given up at a deadline.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

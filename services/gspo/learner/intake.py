@@ -6,8 +6,6 @@ An entry stays pending until its rollout is on disk or its group has ended. The 
 restarts: no lease is renewed or reclaimed, so the shared consumer loop is not used here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

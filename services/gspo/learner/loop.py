@@ -10,8 +10,6 @@ checkpoints.
 waits for: complete groups, unblocked by reward. At the end for Finished, unblocked by the coordinator.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -6,8 +6,6 @@ hold the old one then get a full push.
 services/gspo/learner/replay makes steps of a run again in another folder, with `restore` and `replay_step`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

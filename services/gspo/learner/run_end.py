@@ -3,8 +3,6 @@
 waits for: Finished, unblocked by the coordinator, given up at a deadline.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

@@ -5,8 +5,6 @@ A batch is complete when its last rollout is. So each moment of the wait belongs
 time. The coordinator judges the figures (services/gspo/common/telemetry/advice.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

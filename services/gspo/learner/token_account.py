@@ -4,8 +4,6 @@ consumes: the hash `tokens`, log/left_out.jsonl. produces: log/ledger.jsonl, gsp
 A wipe of Redis begins another account; the last that was read of the one before is then recorded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -3,8 +3,6 @@
 Each reads the run directory. The learner starts and restarts them, and at the end lets them send the rest.
 """
 
-from __future__ import annotations
-
 import asyncio
 import netrc
 import os

@@ -3,8 +3,6 @@
 loop.py and checkpointing.py call TrainerThread, which calls rank_control.RankZero.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Start the reward service: `python -m gspo.reward --run-dir DIR`."""
 
-from __future__ import annotations
-
 from gspo.common.host.packages import checked_packages
 
 with checked_packages():

@@ -1,7 +1,5 @@
 """The reward service: loads the reward functions, serves both APIs, scores until the run ends."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

@@ -3,8 +3,6 @@
 The command line starts it (services/gspo/cli/reward/log_trial.py), with the source from a run's log or a file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The gRPC servicer of proto/gspo_proto/reward.proto: scores on request, and the steps of environments."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable
 from typing import Any
 

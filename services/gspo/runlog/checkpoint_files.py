@@ -1,7 +1,5 @@
 """The checkpoints of a run directory as a reader sees them: whole ones, by the sizes in their manifests."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

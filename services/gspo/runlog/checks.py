@@ -1,7 +1,5 @@
 """The findings about prompts and first answers: the lines of `log/checks.jsonl`, which each start writes anew."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict

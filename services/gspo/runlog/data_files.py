@@ -1,7 +1,5 @@
 """The contents of a run's data files: `data_files.jsonl` in the run directory, a line for each start with others."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path

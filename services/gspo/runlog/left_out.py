@@ -3,8 +3,6 @@
 A step that is left out keeps its file and its number: its version has the weights of the version before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from pydantic import BaseModel, ConfigDict

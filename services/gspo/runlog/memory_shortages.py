@@ -3,8 +3,6 @@
 The next process makes that step and later ones with the values of the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

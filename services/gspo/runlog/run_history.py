@@ -4,8 +4,6 @@ It reads a run in any state: killed in the middle, without a step, with missing 
 `problems`.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ A reader takes the log as it is: missing, growing, or with lines that it cannot 
 line without a line feed does not count: its writer was killed, or has not finished it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping

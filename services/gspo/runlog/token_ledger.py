@@ -4,8 +4,6 @@ Two sides count apart: generators the tokens that they sample and keep, learner 
 rollouts that end. services/gspo/common/streams/token_counts.py has the counts in Redis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

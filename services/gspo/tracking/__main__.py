@@ -5,8 +5,6 @@ The learner starts the process and closes its standard input at the end of the r
 The process may be killed at any time, because everything it sends is in the run directory.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import threading

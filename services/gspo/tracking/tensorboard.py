@@ -4,8 +4,6 @@
 SummaryWriter is not used, because its flush returns before its queue is written.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

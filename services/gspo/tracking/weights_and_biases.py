@@ -3,8 +3,6 @@
 The x axis is the figure `step`: an evaluation arrives later than its step, and the service's own counter only grows.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import wandb

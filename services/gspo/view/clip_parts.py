@@ -4,8 +4,6 @@ docs/clips.md has the three causes: the engines' noise, the lag of the sampling 
 movement within a step. Records hold log-probs at an answer's own update alone, so not every answer shows all three.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs beside each other: curves, configurations, and answers to the same prompts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 `POST /api/functions/{version}/trial` answers what a recorded version would have changed, as a part of its page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated
 

@@ -4,8 +4,6 @@ Scores come from the step files, everything else from the files that gspo.runlog
 sources and outputs are texts of users and models: the templates escape them.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections import defaultdict
 from collections.abc import Sequence

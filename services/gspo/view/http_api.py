@@ -4,8 +4,6 @@ The texts are a model's, so templates escape everything, and the page may load n
 and figures. Hosts and origins are checked in common/network/http_server.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -4,8 +4,6 @@ DuckDB may read the log's folder only, and each value of a reader is a bound par
 http_api.py shows the answers. Columns are those of docs/log.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

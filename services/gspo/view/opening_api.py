@@ -3,8 +3,6 @@
 The server knows the readers' tabs by their streams: each browser has one of server-sent events.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Serves the page of a run on this machine until Ctrl-C, or for the coordinator on a Unix socket."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -3,8 +3,6 @@
 Templates escape markup; this module makes control and bidirectional characters visible.
 """
 
-from __future__ import annotations
-
 import math
 import unicodedata
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The HTTP API of a run's replays: pages and curves, recorded and replayed figures beside each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated

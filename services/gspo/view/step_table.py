@@ -4,8 +4,6 @@ A step file never changes, so each is read once. Beyond a bound the newest steps
 their files at each question. It knows the log's folder; the questions are those of log_query.py.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

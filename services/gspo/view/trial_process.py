@@ -4,8 +4,6 @@ consumes: a version of the log. produces: the scores, or why there are none. wai
 unblocked by: its end, or TRIAL_S.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

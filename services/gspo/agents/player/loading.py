@@ -1,7 +1,5 @@
 """Finds the function of an agent in a Python file."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from pathlib import Path

@@ -11,8 +11,6 @@ User code runs in this process at the agent's import: the service trusts none of
 a policy may steer, neither reads nor writes the memory of this process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """The rollout that an agent plays, the same inside and outside of a sandbox."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias

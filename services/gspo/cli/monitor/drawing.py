@@ -1,7 +1,5 @@
 """Draws a run and its processes with rich: `gspo status` in full, the live panel of `gspo run` in short."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

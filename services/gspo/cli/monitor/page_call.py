@@ -1,7 +1,5 @@
 """Calls to the page of a run: a link that lets a browser in, and views that are opened in the reader's tabs."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

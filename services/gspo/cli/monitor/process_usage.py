@@ -1,7 +1,5 @@
 """CPU and memory of a run's processes on this machine, with their child processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Heartbeats are read and worded by the code of `gspo status`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """`gspo status`: the progress of a run, what bounds it, and what each of its processes does. It changes nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 import signal

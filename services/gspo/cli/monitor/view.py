@@ -1,7 +1,5 @@
 """The state of a run as far as its events, its log and its heartbeats tell it; drawing.py draws it."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Sequence

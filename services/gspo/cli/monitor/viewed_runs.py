@@ -1,7 +1,5 @@
 """The runs that `gspo view` shows, under names of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path

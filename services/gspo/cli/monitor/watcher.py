@@ -4,8 +4,6 @@ Consumes: the events stream, heartbeats, /readyz of every process. Produces: the
 It controls nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time

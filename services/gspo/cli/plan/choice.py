@@ -3,8 +3,6 @@
 docs/scale.md states the rules. They look at no machine and read no file.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

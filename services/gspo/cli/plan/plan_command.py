@@ -1,7 +1,5 @@
 """The arguments of `gspo plan`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """A request of `gspo plan`, and its plan."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prints a plan as tables, or as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict

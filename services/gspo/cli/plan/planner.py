@@ -1,7 +1,5 @@
 """Makes the plan of a model on GPUs: a configuration and its costs, or a refusal by the shortages of the nearest."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -17,8 +17,6 @@ with the names of ASSUMED; those of the plan's GPU replace the assumed ranges. E
 - `load_bytes_s`: bytes of the policy a second, on each GPU, that the engine loads while it pauses.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass

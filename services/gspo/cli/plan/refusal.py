@@ -1,7 +1,5 @@
 """The refusal of a plan: what the nearest configuration lacks, and the changes with which one fits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -22,8 +22,6 @@ The learner takes the oldest finished groups first. So all wait for the same age
 age is max(a, x / T + 1/2). The mean gives a.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

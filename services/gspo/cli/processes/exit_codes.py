@@ -1,7 +1,5 @@
 """Exit codes of `gspo`, the errors that lead to them beside InputError, and the exit codes of processes in words."""
 
-from __future__ import annotations
-
 import signal
 
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED

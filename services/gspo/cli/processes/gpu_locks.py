@@ -4,8 +4,6 @@ The lock of a GPU is a file of its UUID with an advisory lock, which the operati
 ends. A run of another user shows in the memory in use.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

@@ -6,8 +6,6 @@ the supervisor's id in its environment. Neither alone is enough: a process can l
 sets its title (Redis, vLLM's engine) overwrites its environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

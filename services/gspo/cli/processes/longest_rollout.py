@@ -1,7 +1,5 @@
 """Compares the longest rollout of a configuration with the memory of its generators and of its ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

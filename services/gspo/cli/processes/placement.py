@@ -4,8 +4,6 @@ Generators come first, then the learner's ranks. A GPU is shared only where ther
 `placement: shared`. Then the ranks get the generators' GPUs, and each service has their memory in its shifts.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

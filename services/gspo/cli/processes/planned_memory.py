@@ -1,7 +1,5 @@
 """The planned memory of every process of a run: on its GPUs, or in host memory if there are none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from gspo.cli.processes.placement import Placement, aligned

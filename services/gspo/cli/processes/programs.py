@@ -1,7 +1,5 @@
 """The programs of a run on one machine, with their command lines and ports; supervisor.py starts them."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

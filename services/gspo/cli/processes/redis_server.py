@@ -1,7 +1,5 @@
 """The Redis of a run: the redis-server that the run starts with its settings, or the checks of a Redis of the user."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

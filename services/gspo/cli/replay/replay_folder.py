@@ -3,8 +3,6 @@
 Links keep a file for the replay when the run removes it, and cost no space. A file on another disk gets a symbolic one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

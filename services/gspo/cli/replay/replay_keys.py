@@ -3,8 +3,6 @@
 A replay trains logged rollouts. Keys that decide rollouts, rewards and advantages act before the log.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

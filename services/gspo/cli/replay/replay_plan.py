@@ -3,8 +3,6 @@
 It reads the run directory alone, and changes nothing in it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

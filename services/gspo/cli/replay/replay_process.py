@@ -1,7 +1,5 @@
 """Runs the process of a replay, follows its log, and stops it: at the last step, at a difference, or at Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

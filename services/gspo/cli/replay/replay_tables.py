@@ -1,7 +1,5 @@
 """The result of a replay as a table and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path

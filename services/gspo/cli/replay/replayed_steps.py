@@ -1,7 +1,5 @@
 """`gspo replay`: says the cost, makes the steps in a folder of the replay's own, and compares them as they come."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Compares a replayed step with the recorded one: its digest, and every figure that training computes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

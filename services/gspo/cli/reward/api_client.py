@@ -1,7 +1,5 @@
 """A client of the HTTP API of a reward service, for `gspo reward`: its address, its token, its refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 The function runs in the sandbox of a process of its own (services/gspo/reward/log_trial.py); no service is needed.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections import defaultdict

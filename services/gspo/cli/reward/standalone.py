@@ -4,8 +4,6 @@ It is the same service as in a run, but gets no rollouts. Submitted functions ar
 reward.registry.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The modules that call or run a service are imported by the commands: their imports take time.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Its run directory is temporary.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

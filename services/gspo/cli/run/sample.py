@@ -1,7 +1,5 @@
 """`gspo doctor --sample`: a few answers of the model to training prompts, scored: can it learn from them?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

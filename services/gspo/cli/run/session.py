@@ -3,8 +3,6 @@
 Waits for: the run's Finished event, a program that cannot be kept alive, Ctrl-C, the deadline of the start.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The digests of the data files, which are part of a run: a resume with other contents is refused, or on record."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Defaults that follow from a machine's GPUs and the model: their split, what saves memory, and what fills them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The run that a command works on: its directory, its Redis while it runs, its processes and their HTTP APIs."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A run's own config.yaml holds every key, so the processes of a run never ask their device for one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass

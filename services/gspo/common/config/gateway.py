@@ -3,8 +3,6 @@
 They talk to the policy, play the run's rollouts, or give tools to its conversations.
 """
 
-from __future__ import annotations
-
 import re
 from operator import attrgetter
 from typing import Annotated, Literal

@@ -3,8 +3,6 @@
 Only the form is validated here. Each service checks that its files, models and ports exist.
 """
 
-from __future__ import annotations
-
 from operator import attrgetter
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A preset fills the keys that the user has left out; the user's own keys override it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Every key of the configuration, with the description that `gspo config` prints."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 It reads every row once and keeps counts with the first place of each.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The types that a user gives to columns (data.types), and what they make of a value."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ It opens JSON Lines, JSON, CSV, Parquet, and folders that `datasets` wrote or ca
 one of these forms are read here too, so that a value never depends on the way to it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

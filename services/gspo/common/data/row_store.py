@@ -4,8 +4,6 @@ A run trains on this copy: a change of the files while it runs has no effect. Co
 where the user asks for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

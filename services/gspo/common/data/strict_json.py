@@ -4,8 +4,6 @@ Whole numbers of any size are exact, and others are float64. Values that JSON do
 a character) or that would change (1e400) are refused.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

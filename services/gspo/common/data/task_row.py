@@ -1,7 +1,5 @@
 """The parts of a row in a task: the prompt, and the columns that rewards, environments and agents see."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress

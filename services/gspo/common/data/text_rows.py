@@ -1,7 +1,5 @@
 """Rows of JSON Lines, JSON and CSV files. No type is guessed: JSON's values keep their types, a cell of CSV is text."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import sys

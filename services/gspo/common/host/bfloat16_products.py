@@ -4,8 +4,6 @@ torch multiplies such matrices there in a plain loop, several times as slowly as
 each product is made in float32 and rounded once, as processors with the instructions make it.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

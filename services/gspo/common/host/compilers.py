@@ -1,7 +1,5 @@
 """The compilers that torch.compile calls."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,7 +1,5 @@
 """Atomic writes: a file has its old content or its new one, and the new one is on the disk. And the mode of a file."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid

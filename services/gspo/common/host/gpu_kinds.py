@@ -1,7 +1,5 @@
 """Kinds of GPUs by their data sheets: what a product of bfloat16 and a read of its memory can reach at best."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 _TERA = 1e12

@@ -3,8 +3,6 @@
 It imports no torch and opens no GPU.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """How gspo starts a module of its own as a process."""
 
-from __future__ import annotations
-
 import sys
 
 # In the environment of every process that a supervisor starts, with the supervisor's id.

@@ -3,8 +3,6 @@
 https://docs.nvidia.com/deploy/nvidia-smi and https://docs.nvidia.com/datacenter/tesla/mig-user-guide
 """
 
-from __future__ import annotations
-
 import csv
 import re
 import shutil

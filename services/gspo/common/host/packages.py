@@ -3,8 +3,6 @@
 The programs of gspo begin with `checked_packages`: an old package would end them later, with a traceback of its own.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 import tomllib

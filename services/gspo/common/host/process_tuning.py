@@ -3,8 +3,6 @@
 It imports neither torch nor vLLM: both read these settings when they are loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

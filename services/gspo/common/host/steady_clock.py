@@ -1,7 +1,5 @@
 """The time of day for deadlines of this process: a clock that is set forward or back does not move it."""
 
-from __future__ import annotations
-
 import time
 
 _BOOT_UNIX_S = time.time() - time.monotonic()

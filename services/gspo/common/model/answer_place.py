@@ -4,8 +4,6 @@ The policy's own text is neither rendered nor tokenised again. A text of this mo
 conversation is rendered; what follows that text follows any answer.
 """
 
-from __future__ import annotations
-
 import secrets
 from typing import Any, Protocol
 

@@ -3,8 +3,6 @@
 They are read from its files without loading the model. An engine may still refuse a folder that passes here.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import math

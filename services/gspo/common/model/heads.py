@@ -1,7 +1,5 @@
 """The models whose packed lines ranks can share (`learner.sequence_ranks`), and the shares of their attention heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 # Layers that keep the rollouts of a line apart; others, such as recurrent ones, would mix them.

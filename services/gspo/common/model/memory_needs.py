@@ -7,8 +7,6 @@ The bytes of a group are the least that was measured over real entries on Python
 tests/integration/common/test_batch_memory.py measures them again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo.common.config.schema import Config

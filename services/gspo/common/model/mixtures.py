@@ -1,7 +1,5 @@
 """Mixtures of experts by their config.json, and those whose choice of experts cannot be replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

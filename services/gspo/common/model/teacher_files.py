@@ -3,8 +3,6 @@
 Errors name the keys of the section `teacher`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The reward service asks it during a run (services/gspo/reward/scoring/taught_tokens.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Services render the template in their own processes. Jinja's sandbox keeps a tem
 loops without end or texts without end. A template that waits for a certain conversation is not found here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import resource

@@ -4,8 +4,6 @@ Services encode texts in their own processes. A normalizer may multiply each cha
 and a pattern may search for hours. The library ends its process when memory ends.
 """
 
-from __future__ import annotations
-
 import resource
 import subprocess
 import sys

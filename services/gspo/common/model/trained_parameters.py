@@ -1,7 +1,5 @@
 """Parameters of a model folder that the optimizer updates: all, or those of adapters (LoRA). Those of a teacher too."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

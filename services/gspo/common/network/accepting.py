@@ -3,8 +3,6 @@
 Connections count from the moment in which they are accepted, before TLS or a first byte.
 """
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import socket

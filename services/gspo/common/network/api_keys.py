@@ -1,7 +1,5 @@
 """Keys of other programs' HTTP APIs, which come from the environment: no file of a run holds one."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -1,7 +1,5 @@
 """The key that an HTTP caller shows: where it is read, how it is compared, and the reply to a wrong one."""
 
-from __future__ import annotations
-
 import hmac
 
 from gspo.common.network.auth_log import note_refusal

@@ -3,8 +3,6 @@
 Every file is checked here before anything starts, down to a TLS handshake in memory.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

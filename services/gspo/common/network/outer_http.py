@@ -3,8 +3,6 @@
 A cookie would reach the server again with the requests of every other rollout.
 """
 
-from __future__ import annotations
-
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 

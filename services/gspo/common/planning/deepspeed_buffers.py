@@ -1,7 +1,5 @@
 """The sizes of DeepSpeed's buffers that `learner.deepspeed` gives, or its own; without DeepSpeed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ A product of a matrix with E elements and a vector takes 2 E operations, a multi
 Norms, activations, softmax and the optimizer are left out, as in https://arxiv.org/abs/2204.02311, appendix B.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Bytes of a host's own memory in a run on GPUs, by part: of its ranks and its generators."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo.common.config.schema import Config

@@ -3,8 +3,6 @@
 With the micro-batch goes the choice whether the backward pass computes activations again.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass

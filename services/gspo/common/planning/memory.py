@@ -4,8 +4,6 @@ Sizes follow DeepSpeed 0.19.8 with float32 parameters: ZeRO 1 divides the optimi
 gradients, 3 also the weights (arXiv 1910.02054, section 5). Comments name the places in its package where it copies.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gspo.common.config.engines import LearnerConfig

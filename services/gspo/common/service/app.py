@@ -4,8 +4,6 @@ A service describes itself by a `Startup`: an asynchronous context manager that 
 an `App`. `run_app` holds the order of everything around it, `run_process` the signals and the exit code.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -4,8 +4,6 @@ A supervisor starts a process again after an accident. An error that comes again
 cause is outside of the process and may pass.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A plain ASGI app, so that services without a REST API need no web framework. A s
 (`--stay`, for containers) answers here too: an orchestrator would start one that ends again and again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

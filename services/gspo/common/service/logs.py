@@ -1,7 +1,5 @@
 """JSON lines on standard error, the log of every service."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -4,8 +4,6 @@
 that, and imports what it needs while the others check. Then it receives a StartCommand, or it ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 waits for: a replica. unblocked by: heartbeats. A call to a replica that loses its heartbeat ends at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

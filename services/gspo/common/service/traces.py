@@ -4,8 +4,6 @@ Off unless an endpoint is set; OpenTelemetry is then not imported. The ids of a 
 run, group and number, so that every service adds its own spans without a context from the others.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from hashlib import blake2b

@@ -4,8 +4,6 @@ consumes: the streams of its subscriptions. produces: dead letters; results are 
 waits for: capacity, entries. unblocked by: the end of a handler, `wake`, the writers of the streams.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import defaultdict

@@ -3,8 +3,6 @@
 Also what a dead letter, an event and an environment's task say. Nothing here talks to Redis.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import suppress

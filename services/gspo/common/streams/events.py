@@ -3,8 +3,6 @@
 Events are read by position and never acknowledged.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from typing import Any

@@ -4,8 +4,6 @@ The learner alone changes it, and a learner of a higher epoch takes it over. It 
 process. A generator starts its engine in the generators' shift alone (gpu_engines.py).
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -8,8 +8,6 @@ compares the entries that Redis counts as this consumer's with those that it rec
 `consumer.py` is the loop over it; `entries.py` knows the meaning of the bytes.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Iterable, Sequence

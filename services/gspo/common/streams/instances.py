@@ -4,8 +4,6 @@ It is the only directory of addresses; nothing is configured twice. The name is 
 is the process: replicas in containers share a name, and so do a killed process and its successor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

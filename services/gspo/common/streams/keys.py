@@ -4,8 +4,6 @@ Nothing here talks to Redis. The braces put all keys of a run into one hash slot
 also work on a Redis Cluster.
 """
 
-from __future__ import annotations
-
 # An instance that stops its heartbeat is forgotten after this; three beats may be lost.
 INSTANCE_TTL_S = 6
 HEARTBEAT_S = 1.5

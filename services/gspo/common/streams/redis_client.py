@@ -4,8 +4,6 @@ It tries again for REDIS_PATIENCE_S while Redis does not answer. While Redis ans
 memory is full, its replicas are gone) it waits without an end and reports that. Nothing is lost meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

@@ -5,8 +5,6 @@ of whole states would grow as its square, in the network and in the file of Redi
 behind it as one message, whose mask is too short; entries.py completes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ Generators report the tokens that their engines return. `settle` and `abandon` g
 counted in the arrays, and remove those of the generators: both sides meet in a difference of 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

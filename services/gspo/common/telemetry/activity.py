@@ -1,7 +1,5 @@
 """The current activity of a service and its duration: shown while it lasts, and counted for the idle share."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 It changes nothing. Predictions follow from the measured times alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

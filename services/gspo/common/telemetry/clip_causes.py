@@ -3,8 +3,6 @@
 The learner splits the share of each step (services/gspo/learner/objective/figures.py). Here are means over steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The rules on the objective: the clip, the weights of a correction, the turns of conversations, the batch."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from gspo.common.config.schema import Config

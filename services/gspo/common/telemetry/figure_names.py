@@ -1,7 +1,5 @@
 """The names of a step's figures (docs/metrics.md has their meanings), for rules that a user writes."""
 
-from __future__ import annotations
-
 import re
 
 # Of the evaluations on the first held-out file, in the steps that have one.

@@ -1,7 +1,5 @@
 """Findings from a few answers of a model, before it is trained on them: whether they could teach something."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

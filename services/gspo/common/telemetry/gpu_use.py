@@ -6,8 +6,6 @@ The learner's has the flops of training over `train_s` and the GPUs of its ranks
 and of sampling the trained tokens over `step_s` and every GPU of learner and generators, each once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache

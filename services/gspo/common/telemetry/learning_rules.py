@@ -3,8 +3,6 @@
 Their bounds are rules of thumb. tests/planted has runs with the faults, and what the rules say of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from itertools import combinations

@@ -4,8 +4,6 @@
 prompt).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics

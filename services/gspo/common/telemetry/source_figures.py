@@ -1,7 +1,5 @@
 """Names of the figures of a step by source of prompts: `source_NAME/FIGURE`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 # Trained groups, and of their rollouts the mean reward, the share of groups whose rewards are all equal, the lengths.

@@ -1,7 +1,5 @@
 """The time of a step by cause, from the step's figures, which the learner measures; and a time in words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple

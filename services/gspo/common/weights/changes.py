@@ -8,8 +8,6 @@ byte plane by byte plane, the whole compressed with zstd.
 With the old bits, the fingerprint of the new version follows from the changes alone, and no other weights take them.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -4,8 +4,6 @@ It is of tensors: two folders with the same tensors in different files have the 
 another digest, SHA-256 of the bytes of each tensor. The digest on record says by its prefix which it is.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """The time limit of a push or a load, which follows from the rates of those before."""
 
-from __future__ import annotations
-
 from collections import deque
 
 # Other work on the same machines and networks may slow the next one down so far.

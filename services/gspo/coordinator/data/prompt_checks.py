@@ -1,7 +1,5 @@
 """Faults of readable prompts: findings that a run keeps, since no figure of a step shows them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from gspo.common.telemetry.findings import Finding

@@ -4,8 +4,6 @@ consumes: eval_scored. produces: eval_prompts. waits for: answers, evaluation.ti
 generation and reward. `scheduler.py` decides when to evaluate, `results.py` has the figures.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A failed score is counted and in no mean, never a number.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 evaluator.py runs an evaluation.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Collection

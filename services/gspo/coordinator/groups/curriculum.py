@@ -14,8 +14,6 @@ issued then, and fewer than `slots` are open. One batch less lets prompts be rea
 waits for nothing, and another process draws the same later, when the log has grown.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final

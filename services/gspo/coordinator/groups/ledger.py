@@ -4,8 +4,6 @@ A task and its field of `open` are written in one transaction: whenever this pro
 neither. The rules of the slots are in slots.py.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

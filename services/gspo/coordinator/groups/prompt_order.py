@@ -3,8 +3,6 @@
 curriculum.py has the order that also follows the rewards. tasks.py reads the prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple

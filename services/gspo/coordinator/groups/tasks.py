@@ -1,7 +1,5 @@
 """The tasks for generation: the prompt of each group, with its sampling, environment and reward functions."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import defaultdict

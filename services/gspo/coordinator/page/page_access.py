@@ -4,8 +4,6 @@ A browser cannot send the token, so a program with the token asks for a link. Th
 leaves a cookie that only this process knows. Without a token, on loopback, the page is as open as the API.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import html

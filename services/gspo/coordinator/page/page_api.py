@@ -4,8 +4,6 @@ consumes: requests whose callers page_access.py has admitted. produces: the proc
 waits for: a free place among MAX_QUERIES. unblocked by: the end of another request, or WAIT_S.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack

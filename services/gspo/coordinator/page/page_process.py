@@ -4,8 +4,6 @@ A process of its own keeps the page's questions to the log, their memory and the
 It ends when its standard input does, so with the coordinator, however that ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile

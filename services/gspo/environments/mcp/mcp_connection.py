@@ -4,8 +4,6 @@ The client of the package `mcp` belongs to the task that opened it, so each conn
 ended stays so: mcp_sessions.py opens another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

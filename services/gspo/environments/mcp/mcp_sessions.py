@@ -4,8 +4,6 @@ Faults of the policy and of a tool are answers to the policy. Faults of the serv
 services/gspo/environments/server_environment.py begins the rollout anew then, or asks again.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -9,8 +9,6 @@ process that started it; processes that it started itself are ended with it only
 Not covered: as for agents (services/gspo/agents/agent_sandbox.py). Messages are in stdio_streams.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

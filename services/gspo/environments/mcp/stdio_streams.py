@@ -4,8 +4,6 @@ The package `mcp` has such a transport, which keeps a line of any length in memo
 MAX_MESSAGE_BYTES is dropped, and answered in the server's stead.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator

@@ -1,7 +1,5 @@
 """The text of a tool's result, as the policy sees it, within a limit."""
 
-from __future__ import annotations
-
 import json
 
 from mcp_types import CallToolResult, ContentBlock, EmbeddedResource, TextContent, TextResourceContents

@@ -1,7 +1,5 @@
 """A finished session as a rollout: its branches one after another, each sampled token in one of them."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ consumes: prompts, eval_prompts. produces: rollouts, eval_rollouts.
 waits for: workers. unblocked by: results and the ends of leases, which it looks for; the group's own deadline.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The record of one request of an agent: what it continues, and its tokens, which are saved before they are sent."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

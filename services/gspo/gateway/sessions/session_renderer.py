@@ -4,8 +4,6 @@ vLLM's serving classes render every request anew. Here the text that they render
 the stored tokens take its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ the worker's key is the consumer that has the entry, so that a worker whose leas
 whose reply is lost with its connection is made again, so each has the same effect if it is made twice.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

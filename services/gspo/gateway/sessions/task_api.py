@@ -4,8 +4,6 @@ A worker shows the run's shared token to lease. The reply has a key of one rollo
 and the worker renews and finishes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """The interface of an engine: its calls as a protocol, and the plain types of arguments and results. No vLLM here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 

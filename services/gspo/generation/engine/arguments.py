@@ -3,8 +3,6 @@
 Only names are checked here, without importing vLLM, which takes seconds and much memory. vLLM checks the values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ layer is complete. A plain copy into a tensor would be lost: gpt-oss loads its a
 eight other architectures of vLLM a tensor or two.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps

@@ -8,8 +8,6 @@ Suffixes: B requests, T draft tokens of all requests one after the other, V voca
 step, -1 where it has fewer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

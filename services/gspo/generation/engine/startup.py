@@ -3,8 +3,6 @@
 The names of arguments are checked in `arguments.py`, which needs no vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path

@@ -4,8 +4,6 @@ config.json may tie the output layer to the embedding while the files hold one a
 they have one policy only where the files say the same as config.json.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

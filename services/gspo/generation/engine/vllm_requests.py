@@ -1,7 +1,5 @@
 """A request of vLLM and its answer, from and to the plain types of `api.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache

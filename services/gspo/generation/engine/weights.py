@@ -4,8 +4,6 @@ The receiver has checked the digest of its bytes before vLLM is paused. The filt
 loads this module in each of its processes.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import warnings

@@ -4,8 +4,6 @@ Token in, token out: the policy's own text is neither rendered nor tokenised, so
 observation is rendered behind a fixed example conversation.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A byte-level tokenizer (GPT-2's kind, which most models have) gives a token the 
 looked up here; any other tokenizer decodes itself.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 

@@ -3,8 +3,6 @@
 The decisions are in `in_flight.py`. This file writes to no stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

@@ -5,8 +5,6 @@ any generator may continue from there; an environment on a server has the state 
 takes over. The policy's own tokens are never tokenised again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -13,8 +13,6 @@ An environment that fails or is too slow is reported by on_environment_failed or
 Between two actions the state is whole: a rollout that is saved then, on any generator, continues with the same action.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """The tool calls in a turn of the policy, read by vLLM's own parsers, or the problem with them."""
 
-from __future__ import annotations
-
 import json
 import logging
 from contextlib import suppress

@@ -4,8 +4,6 @@ Pure and synchronous: no Redis, no file, no clock. The same rows, seed and step 
 A step file has the result, so a replay draws no random number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum

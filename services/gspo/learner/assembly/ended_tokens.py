@@ -3,8 +3,6 @@
 services/gspo/common/streams/token_counts.py adds them up when the entries of `scored` are acknowledged.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Self
 

@@ -3,8 +3,6 @@
 assembler.py chooses the groups of a batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -4,8 +4,6 @@ A rollout beyond them would end the training, or corrupt it unseen. services/gsp
 rules of every entry, and rows.py those of a rollout's arrays.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

@@ -3,8 +3,6 @@
 Those of its updates are the objective's, and times come from the learner's step clock.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -3,8 +3,6 @@
 The columns are declared once, in Row.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 Only adapters are trained; generators and exports see ordinary weights. Merging writes to copies.
 """
 
-from __future__ import annotations
-
 import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path

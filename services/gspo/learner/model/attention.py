@@ -8,8 +8,6 @@ matrix products and a softmax, and most of a step. So short rows there use those
 A model whose layers need more than this, such as attention sinks, keeps its own attention (`use_own_attention`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from inspect import signature

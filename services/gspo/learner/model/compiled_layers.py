@@ -3,8 +3,6 @@
 The attention is not compiled: it reads the packed line from outside the layer, and is a kernel of its own.
 """
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer

@@ -1,7 +1,5 @@
 """Counts the matrices of a loaded model that its floating-point operations follow from (common/planning/flops.py)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Logits are read twice in the forward pass, and read and written once in the back
 gspo_core/logprobs.py, the reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

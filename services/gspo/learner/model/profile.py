@@ -4,8 +4,6 @@ The model runs on torch's fake tensors, which have shapes and no data. So the co
 for every architecture, in seconds and without weights.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 training/policy_engine.py gathers and stores them so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 

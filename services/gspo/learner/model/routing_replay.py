@@ -10,8 +10,6 @@ Letters: N positions of the model's input, S of a rollout, I of several rollouts
 chosen. C choices of a token are the K of each layer, side by side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial

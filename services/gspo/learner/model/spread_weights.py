@@ -4,8 +4,6 @@ A rank never holds more of the policy than its parts and the weights at hand. po
 spread and gathered.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

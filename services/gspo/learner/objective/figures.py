@@ -1,7 +1,5 @@
 """The figures of an objective under their public names, from the sums of a step's micro-batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

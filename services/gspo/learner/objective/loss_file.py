@@ -3,8 +3,6 @@
 The run trains with its copy, so that a change of the file changes no run. A resume with another file is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@
 loss_file.py runs it before the start. It cannot see what only other values would show.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

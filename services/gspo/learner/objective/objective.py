@@ -3,8 +3,6 @@
 The one place where the keys of algorithm and teacher become arguments of gspo_core, which has the formulas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

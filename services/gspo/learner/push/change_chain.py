@@ -3,8 +3,6 @@
 Packed changes are small, and need none of the policies that they were made from.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence

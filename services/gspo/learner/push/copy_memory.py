@@ -3,8 +3,6 @@
 app.py asks before the model is loaded, so without torch. Without that memory training waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import structlog

@@ -8,8 +8,6 @@ call-back when a version is live.
 waits for: a new version, a generator that is behind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

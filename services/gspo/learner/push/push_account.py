@@ -1,7 +1,5 @@
 """Adds up the pushes of each policy version, for `log/pushes.jsonl`."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

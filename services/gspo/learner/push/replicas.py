@@ -3,8 +3,6 @@
 It decides no push; the publisher does. generation/servicer.py answers the calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

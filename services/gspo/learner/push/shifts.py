@@ -6,8 +6,6 @@ produces: the shift in Redis, Sleep calls, which generation/servicer.py answers.
 waits for: generators that go to sleep, start an engine or are silent, up to run.start_timeout_s.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -13,8 +13,6 @@ These events are awaited before others:
 produces: log/policy.jsonl, pushes. loop.py calls it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

@@ -3,8 +3,6 @@
 Without torch until it launches.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

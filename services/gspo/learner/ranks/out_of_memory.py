@@ -5,8 +5,6 @@ changed a part of the weights. So every rank ends. The next process recovers the
 makes the step with smaller micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

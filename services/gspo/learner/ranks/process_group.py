@@ -3,8 +3,6 @@
 Every wait for another rank ends after learner.rank_timeout_s.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

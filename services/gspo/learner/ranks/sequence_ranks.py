@@ -8,8 +8,6 @@ All ranks of a group make these calls in the same order, in the backward pass to
 Letters: S positions of a line, P of a part, all parts alike; K = P * ranks, with filling behind the end of the line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any

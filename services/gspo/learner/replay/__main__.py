@@ -4,8 +4,6 @@
 asks it to stop after the present step; so it also stops when the command that started it is gone.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

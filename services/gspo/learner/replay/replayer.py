@@ -7,8 +7,6 @@ services/gspo/cli/replay fills it, and compares its log with that of the run.
 consumes: step files. produces: versions and figures. waits for: nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path

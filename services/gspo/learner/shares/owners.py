@@ -1,7 +1,5 @@
 """The rank that owns each layer of the policy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

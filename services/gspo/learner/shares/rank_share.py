@@ -4,8 +4,6 @@ policy_engine.py copies the tensors. consumes: copies. produces: versions; share
 waits for: the manifests of the other ranks, on rank zero.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

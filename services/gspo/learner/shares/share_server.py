@@ -5,8 +5,6 @@ take the one before. Older ones are there as changes alone, as in change_chain.p
 consumes: this rank's versions. produces: frames. waits for: nothing. Its publisher is rank zero's.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable

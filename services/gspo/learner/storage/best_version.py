@@ -1,7 +1,5 @@
 """Keeps the version with the best evaluation: `best/` in the run directory, and `candidates/` until it is known."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

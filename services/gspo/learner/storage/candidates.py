@@ -4,8 +4,6 @@
 a stop ended.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -4,8 +4,6 @@ The ranks train on meanwhile, so they agree through the disk: a rank that has wr
 sizes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

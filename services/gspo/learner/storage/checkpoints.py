@@ -1,7 +1,5 @@
 """The checkpoint folders: one gets its name when all of it is on the disk, with the digest of every file."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import re

@@ -4,8 +4,6 @@ They wait while the disk is full: the learner logs it, loses nothing, and contin
 deadline: only the user can free space, and the log, `gspo status` and the terminal say that the run waits for it.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -3,8 +3,6 @@
 The coordinator draws the prompts of a curriculum from them. run_directory.py makes them from its files.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable
 from typing import Any

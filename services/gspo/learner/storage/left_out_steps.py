@@ -1,7 +1,5 @@
 """The steps that are left out of training, durably; and their tokens, each once in one account of the token ledger."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 The command line checks whether it belongs to the configuration.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

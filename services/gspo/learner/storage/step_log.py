@@ -3,8 +3,6 @@
 run_directory.py decides when a file may be removed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

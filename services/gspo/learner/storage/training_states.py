@@ -5,8 +5,6 @@ Each rank writes the shares that it updates, and reads back the ranges that it n
 of each ZeRO stage.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ DeepSpeed itself ignores unknown keys, and keys of features that are off; here t
 DeepSpeed, so that a configuration can be checked in milliseconds.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether training fits on the learner's GPUs, beside the generators that share them; without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gspo.common.config.schema import Config

@@ -5,8 +5,6 @@ DeepSpeed's flat buffers, tied weights. DeepSpeed's own `offload_states` refuses
 at ZeRO 0 and 3 (version 0.19.8).
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ noise together. So now and then the learner keeps the weights of a version until
 them under these weights: the remaining difference is noise.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

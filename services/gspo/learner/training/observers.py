@@ -3,8 +3,6 @@
 mismatch_probe.py and model/routing_replay.py have two more.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 

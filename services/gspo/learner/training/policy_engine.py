@@ -3,8 +3,6 @@
 The one file that imports DeepSpeed; trainer.py chooses the rows and makes the losses.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ A GPU has the peak of its data sheet, for bfloat16 with any `learner.dtype`. A C
 the learner's dtype, measured once at the start; the other services on its cores slow down both.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from functools import cache

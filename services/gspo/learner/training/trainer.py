@@ -4,8 +4,6 @@ rank_control.py calls Trainer on every rank, and its engine for weights, checkpo
 A mini-batch whose loss or gradient norm is not finite is not applied at all: weights and moments stay as they were.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Collection, Sequence

@@ -3,8 +3,6 @@
 Hyperparameters are pure functions of the step number, so that a resumed run needs no scheduler state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -37,8 +37,6 @@ A function by OpenRLHF's remote form takes, each a list with one item an answer
 The `args` of a configuration take precedence over columns of the same names.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ This module starts and calls its process, whose program, with torch, is builtins
 too long ends the process, and the next call starts it again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

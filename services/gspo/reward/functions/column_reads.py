@@ -3,8 +3,6 @@
 It runs nothing. Reads in helper functions, or by a computed name, are not seen.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Collection, Iterator
 

@@ -1,7 +1,5 @@
 """The functions and environments of a configuration: read, opened, and loaded before the run needs them."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 Their state is a JSON value that the caller keeps, so any replica can take any step.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

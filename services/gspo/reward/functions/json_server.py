@@ -3,8 +3,6 @@
 It knows neither functions nor teachers: those are remote.py and scoring/taught_tokens.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -4,8 +4,6 @@ Each is loaded at its first call, and stays loaded while it is among the MAX_LOA
 it began with, so the activation of another version does not disturb in-flight calls. configured.py fills it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import OrderedDict

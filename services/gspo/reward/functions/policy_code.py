@@ -13,8 +13,6 @@ comparison, or spoil the next answer. A test, in the column `tests` (or args.tes
 - `"assert add(1, 2) == 3"`, the same as the first; other assertions are refused
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

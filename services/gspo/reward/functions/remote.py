@@ -5,8 +5,6 @@ name one. json_server.py tries a call again until the function's time limit. A r
 of a local function.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from typing import Annotated, Any

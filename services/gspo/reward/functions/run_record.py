@@ -4,8 +4,6 @@ consumes: the functions that the library hands out, and the totals of the usage 
 produces: log/functions of the run directory, in the form of gspo.runlog.function_files.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import time

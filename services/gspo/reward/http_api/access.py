@@ -1,7 +1,5 @@
 """Access to the REST API: known callers, few enough calls, and the form of a refusal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Endpoints translate between HTTP and the registry, admission and trials. The des
 no internet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version

@@ -4,8 +4,6 @@ Each change is one compare-and-set in Redis with its audit line, so no two chang
 keeps a copy on disk, written before a change is answered. It runs no function.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

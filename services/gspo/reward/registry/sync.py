@@ -7,8 +7,6 @@ Redis and the copy are kept alike: `RegisteredName.merged` gives each the states
 cannot be read is logged and left as it is. It is replaced if the other side is readable.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections import deque

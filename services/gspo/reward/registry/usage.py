@@ -4,8 +4,6 @@ Counted here in memory and added to Redis once a second, so that scoring waits f
 whose bounds grow by BUCKET_RATIO, so a percentile is exact to that.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

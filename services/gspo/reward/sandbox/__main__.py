@@ -1,7 +1,5 @@
 """Prints the level of confinement that this machine supports, as JSON: `python -m gspo.reward.sandbox`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

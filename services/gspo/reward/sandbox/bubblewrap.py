@@ -4,8 +4,6 @@ launch.py makes the sandboxes of reward functions and environments of it, progra
 servers. It chooses nothing that only one of them may do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -8,8 +8,6 @@ A question is one of
 - `{"function": NAME, "arguments": {...}}`: one call of a function of an environment, which may return any JSON value
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

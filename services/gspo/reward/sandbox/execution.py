@@ -34,8 +34,6 @@ Not covered:
 - At the level rlimits: everything but time, memory and state. It is for code that you trust.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress

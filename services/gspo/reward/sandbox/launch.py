@@ -3,8 +3,6 @@
 It also chooses the packages that a supervisor imports for all its workers, by the text of the user's code.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """The strongest level of confinement that this machine supports, found by a probe that tries to get out of each."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -5,8 +5,6 @@ of the kernel is looked at once the machine has more of it (inside/kernel_memory
 have is ended. It may have more between two measurements.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

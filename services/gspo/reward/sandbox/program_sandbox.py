@@ -4,8 +4,6 @@ It is the outer side of inside/agent_profile.py. Its two kinds start their progr
 services/gspo/agents/agent_sandbox.py and services/gspo/environments/mcp/server_program.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

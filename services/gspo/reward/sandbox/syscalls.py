@@ -9,8 +9,6 @@ SIGALRM, SIGVTALRM or SIGPROF alone, and none of them can wake a stopped process
 attributes, watching and, on older kernels, length of a file open to its owner; the calls for these are refused too.
 """
 
-from __future__ import annotations
-
 import errno
 import socket
 import tempfile

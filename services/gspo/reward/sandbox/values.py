@@ -3,8 +3,6 @@
 A reply has strict types, and a value is a number only if the function gave one.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ waits for: rollouts. unblocked by: generation.
 The scorer calls the reward functions, taught_tokens.py a teacher at an address; this module knows neither.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, deque

@@ -3,8 +3,6 @@
 It counts no calls, and changes no score. consumer.py calls it once.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 

@@ -3,8 +3,6 @@
 The stream's consumer and the gRPC servicer both score here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

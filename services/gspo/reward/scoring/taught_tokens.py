@@ -4,8 +4,6 @@ Rollouts are scored as they come, beside their rewards, so that the learner wait
 waits for: the server, for teacher.timeout_s and then for ever, since the run ends meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence

@@ -4,8 +4,6 @@ A line of the tokens file is `NAME ROLE TOKEN`; a line that starts with # is ski
 changes, so that tokens can be added and removed during a run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import OrderedDict

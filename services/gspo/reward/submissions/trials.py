@@ -1,7 +1,5 @@
 """A function tried on rows that a user gives: scores, time and what it printed. Nothing of it reaches a run."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The errors are over prompts, since answers to one prompt are not independent. Th
 prompts, an upper bound for the same ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

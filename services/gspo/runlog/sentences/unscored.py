@@ -1,7 +1,5 @@
 """The answers without a score, by reason, from the step files: a reward function that raises does not stop a run."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 It knows no figure by name. The colours are those of Okabe and Ito, which people without colour vision can distinguish.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Texts of a model are untrusted: everything is escaped, and a page may load and r
 file, a policy in its head has their digests.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -4,8 +4,6 @@ A figure of a run is declared here, and nowhere else: the page and its export dr
 functions make lines that are no figure of a step, such as evaluations and limits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial

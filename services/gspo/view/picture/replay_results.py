@@ -3,8 +3,6 @@
 `gspo replay` computes the comparison; nothing is compared here.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The content of summary.json, all from the log, and notes for readers of its numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tables of a run's page: evaluations, groups, rollouts dropped by length, the configuration, and rollouts to read."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A run as its page shows it: facts and curves, from a history that is read again when the log has changed."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

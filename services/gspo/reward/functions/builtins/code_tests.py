@@ -4,8 +4,6 @@ functions/policy_code.py compares the results. The right ones never come in here
 an environment without steps, because an environment's functions may return any JSON value.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

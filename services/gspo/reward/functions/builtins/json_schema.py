@@ -3,8 +3,6 @@
 The answer is JSON as a whole, or its last fenced block is.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ math-verify finds the answer in the text (the last \\boxed{...}, LaTeX or expres
 time limits need signals and are off; the sandbox ends a comparison that takes too long.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from math_verify import parse, verify

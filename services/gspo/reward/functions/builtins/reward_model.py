@@ -5,8 +5,6 @@ GPU. For each line of JSON, {"conversations": [[message, ...], ...]}, it prints 
 reports that the model is loaded.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

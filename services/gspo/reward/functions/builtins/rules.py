@@ -1,7 +1,5 @@
 """Built-ins that judge an answer by its text or its length alone; each function has the name of its built-in."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ An episode has no state. The reply to a turn with calls is their results; a turn
 rewards come from the run's reward functions. services/gspo/reward/functions/policy_code.py is its part outside.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

@@ -4,8 +4,6 @@ Their namespaces keep network, files and other processes away, but for an agent'
 process gives up its privileges. A reward function's worker gives up more (confine.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Landlock, seccomp and rlimits by direct calls of the kernel: no library of the s
 for seccomp comes ready-made from outside. Numbers are those of the kernel's headers, the same on every architecture.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -4,8 +4,6 @@ msgpack carries them, which also keeps NaN; what it cannot carry (half a surroga
 bits) goes as JSON. Both ends use this module. Never pickle: user code can forge the bytes of a worker.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

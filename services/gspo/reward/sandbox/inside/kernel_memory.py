@@ -4,8 +4,6 @@ The kernel has no bound on locks on parts of files. Watches of epoll and inotify
 also the service. Shared memory stays after a process has given up its pages, as long as it is mapped.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ A few hundred bytes can make a parser and a compiler take any time and memory. S
 environment without steps, which services/gspo/reward/submissions/admission.py calls.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Finds the function to call in a user's module, and its parameters."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import types

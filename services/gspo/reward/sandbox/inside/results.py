@@ -3,8 +3,6 @@
 It shares its process with user code, which can forge its output: the service checks all of it again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -4,8 +4,6 @@ User code can nest folders deeper than Python's stack and longer than the longes
 So nothing here recurses or needs the path of the deepest folder. A folder is removed after its worker has ended.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from contextlib import suppress

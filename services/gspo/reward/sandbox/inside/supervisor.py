@@ -13,8 +13,6 @@ It reports the end of a worker by {"id": N, "ended": WAIT STATUS}. When the sock
 Started as a program by services/gspo/reward/sandbox/launch.py with its task as JSON in the first packet.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import importlib

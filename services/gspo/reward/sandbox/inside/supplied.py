@@ -2,8 +2,6 @@
 tokenizer with the texts that it decodes. The service asks for them by name.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile
