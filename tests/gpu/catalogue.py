@@ -60,6 +60,12 @@ _ALL = (
         ("torch", "transformers"),
     ),
     Part(
+        "fingerprint",
+        "fingerprints of the tensors of a Qwen3-0.6B where they are: Triton's kernel and torch, against NumPy",
+        "equal to the bit; the kernel at least 400 GB/s",
+        ("torch", "transformers", "triton"),
+    ),
+    Part(
         "step",
         "training steps of a Qwen3-0.6B at 4k tokens, in bfloat16, and where their time goes",
         "MFU at least 0.35; memory within 15 % of the plan",

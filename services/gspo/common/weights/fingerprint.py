@@ -1,4 +1,4 @@
-"""The fingerprint of a tensor: sums of its bits in two lanes, the same for any cut of it.
+"""The fingerprint of a tensor: sums of its bits in two lanes, the same for any cut of it and on any device.
 
 A tensor's bytes are little-endian 32-bit words x(w), the last one filled with zeros. Each lane is
 
@@ -8,6 +8,8 @@ with odd random numbers `column` and `row`. Integers have no rounding and no ord
 sum of the whole, and a change of some elements adds k * (new - old). One changed word is always seen. Other differences
 of two tensors are missed with a chance of about 2**-33 a lane. It finds errors, not forgeries: the token of a cluster
 and TLS keep others out.
+
+This is the form for host memory. `learner/push/device_fingerprint.py` has those for devices.
 """
 
 from __future__ import annotations

@@ -1,0 +1,90 @@
+"""Fingerprints of a model's tensors where they are, against those of host memory; and how fast each form reads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gspo.common.weights.fingerprint import Fingerprint, fingerprint
+from gspo.learner.push.device_fingerprint import device_fingerprint, device_fingerprint_change, on_host
+from tests.gpu.part_run import PartRun
+
+_TIMED = 5
+_CHANGED_SHARE = 0.02
+
+
+def run(case: PartRun) -> None:
+    """All tensors by each form; then cut ones, other widths, and changes."""
+    if not case.on_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"
+    # Here: Triton reads the variable when the kernel is defined.
+    from gspo.learner.push.fingerprint_kernel import kernel_fingerprints
+
+    tensors = list(load_file(case.model / "model.safetensors", device=case.device).values())
+    expected = [fingerprint(bits_of(tensor)) for tensor in tensors]
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    case.note(tensors=len(tensors), gib=num_bytes / 2**30)
+    case.require(on_host(kernel_fingerprints(tensors)) == expected, "the kernel differs from NumPy")
+    by_torch = torch.stack([device_fingerprint(tensor) for tensor in tensors])
+    case.require(on_host(by_torch) == expected, "torch differs from NumPy")
+    _check_cuts(case, kernel_fingerprints)
+    _check_changes(case, tensors[0], expected[0])
+    kernel_s = _seconds(case, lambda: kernel_fingerprints(tensors))
+    torch_s = _seconds(case, lambda: [device_fingerprint(tensor) for tensor in tensors])
+    host = bits_of(max(tensors, key=Tensor.numel))
+    numpy_s, sha_s = _seconds(case, lambda: fingerprint(host)), _seconds(case, lambda: hashlib.sha256(host.data))
+    case.note(kernel_ms=kernel_s * 1e3, torch_gb_s=num_bytes / torch_s / 1e9)
+    case.note(numpy_gb_s=host.nbytes / numpy_s / 1e9, sha256_gb_s=host.nbytes / sha_s / 1e9)
+    case.judge("kernel, GB/s", num_bytes / kernel_s / 1e9, at_least=400)
+
+
+def bits_of(tensor: Tensor) -> np.ndarray:
+    """The elements in host memory, as unsigned integers of their width."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy()
+
+
+def _check_cuts(case: PartRun, kernel: Callable[[Sequence[Tensor], Sequence[int]], Tensor]) -> None:
+    """Odd sizes of each dtype in parts, also where a part begins within a word, and nothing at all."""
+    chance = torch.Generator(case.device).manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for size in (0, 1, 2049, 70_001):
+            whole = torch.randn(size, generator=chance, device=case.device).to(dtype)
+            starts = [0, size // 3, size // 2]
+            parts = list(whole.tensor_split(starts[1:]))
+            expected = fingerprint(bits_of(whole))
+            for name, lanes in (
+                ("kernel", kernel(parts, starts)),
+                ("torch", torch.stack([device_fingerprint(it, at) for it, at in zip(parts, starts, strict=True)])),
+            ):
+                total = sum(on_host(lanes), Fingerprint())
+                case.require(total == expected, f"{name} differs on parts of {size} elements of {dtype}")
+
+
+def _check_changes(case: PartRun, old: Tensor, before: Fingerprint) -> None:
+    new = old.clone().view(-1)
+    changed = torch.rand(new.numel(), device=case.device) < _CHANGED_SHARE
+    new[changed] *= 1.5
+    positions = (new != old.view(-1)).nonzero().view(-1)
+    lanes = device_fingerprint_change(positions, new[positions], old.view(-1)[positions])
+    (change,) = on_host(lanes[None])
+    case.require(before + change == fingerprint(bits_of(new)), "the changes do not give the new fingerprint")
+
+
+def _seconds(case: PartRun, work: Callable[[], object]) -> float:
+    """The shortest of some times."""
+    seconds = []
+    for _ in range(_TIMED if case.on_gpu else 1):
+        case.synchronize()
+        began = time.monotonic()
+        work()
+        case.synchronize()
+        seconds.append(time.monotonic() - began)
+    return min(seconds)
