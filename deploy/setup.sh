@@ -3,7 +3,7 @@
 #
 # It needs Python 3.11 or newer, a C++ compiler with Python's headers for vLLM's compiled graphs, libnuma for vLLM, and
 # bubblewrap and libseccomp for the sandbox. On Debian and as root it installs missing ones. For the tests it adds
-# iproute2 (network namespaces), prometheus (rules and dashboards) and kubectl (8 MB: it renders deploy/kubernetes).
+# iproute2 (network namespaces) and prometheus (rules and dashboards).
 # deploy/requirements-cpu.lock pins everything; $LOCK may name another.
 set -eu
 cd "$(dirname "$0")/.."
@@ -49,8 +49,6 @@ if [ -n "$MISSING" ]; then
 fi
 
 [ "$(id -u)" != 0 ] || command -v ip >/dev/null || install_missing iproute2
-[ "$(id -u)" != 0 ] || command -v kubectl >/dev/null || (install_missing kubernetes-client) ||
-  say "without kubectl the test of deploy/kubernetes fails; nothing else needs it"
 
 # Debian starts a service that it installs, unless this file says no; the tests start a Prometheus of their own.
 POLICY=/usr/sbin/policy-rc.d

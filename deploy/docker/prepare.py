@@ -37,9 +37,8 @@ from gspo.common.errors import InputError, exit_bad_input
 # Name of a link to the run directory, which every service follows.
 CURRENT = "current"
 COLD_START = "cold_start.py"
-_SERVICES = ("agents", "coordinator", "gateway", "generation", "learner", "reward")
-# Names of the services in a Compose network, and in Kubernetes within their namespace and beyond it.
-HTTP_HOSTS = (*_SERVICES, *(f"gspo-{name}" for name in _SERVICES), "*.svc", "*.svc.cluster.local")
+# Names of the services in a Compose network.
+HTTP_HOSTS = ("agents", "coordinator", "gateway", "generation", "learner", "reward")
 # Beside this file in the image; what the conversation examples share is in it, and one of them alone is mounted.
 EXAMPLES = Path(__file__).resolve().parent / "examples"
 # The others look at devices and memory, and the sandbox: each does so in its own container, at its own start.

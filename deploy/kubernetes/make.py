@@ -1,7 +1,6 @@
-"""Writes base/prometheus-rule.yaml: `python deploy/kubernetes/make.py`, after a change of deploy/prometheus/rules.
+"""Writes prometheus-rule.yaml: `python deploy/kubernetes/make.py`, after a change of deploy/prometheus/rules.
 
-Kustomize cannot read a file into a resource that is no ConfigMap or Secret; a test compares what is there with what
-this makes.
+A test compares what is there with what this makes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from pathlib import Path
 import yaml
 
 RULES = Path(__file__).parents[1] / "prometheus/rules"
-WRITTEN = Path(__file__).parent / "base/prometheus-rule.yaml"
+WRITTEN = Path(__file__).parent / "prometheus-rule.yaml"
 _HEAD = """\
 # For the Prometheus operator: the rules of deploy/prometheus/rules. Made by
 # deploy/kubernetes/make.py; change them there.

@@ -273,7 +273,11 @@ def _compose_file() -> dict[str, Any]:
 
 
 def _check_docker(arguments: Sequence[str], *, is_whole: bool) -> None:
-    _require(arguments and arguments[0] == "compose", "docker is called with compose alone")
+    if arguments[:1] == ["build"]:
+        target = arguments[arguments.index("--target") + 1]
+        _require(f" AS {target}\n" in text_of("deploy/docker/Dockerfile"), f"the Dockerfile has no target {target}")
+        return
+    _require(arguments and arguments[0] == "compose", "docker is called with compose and build alone")
     compose = _compose_file()
     words = list(arguments[1:])
     while words and words[0] in ("-f", "--profile"):

@@ -73,7 +73,7 @@ def test_a_users_folder_becomes_a_run_and_goes_on_with_what_may_change(
     assert config.services.token_file == secrets / "token"
     assert config.services.redis_password_file == secrets / "redis_password"
     assert config.services.redis_url == REDIS
-    assert {"coordinator", "gspo-reward", "*.svc.cluster.local"} <= set(config.services.http_hosts)
+    assert {"coordinator", "reward"} <= set(config.services.http_hosts)
 
     (run_dir / "log").mkdir()
     shutil.copytree(folder, again)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 STAND_IN = '#!/bin/sh\necho "$(basename "$0") $*" >> "$WORDS"\n'
-TOOLS = ("python3", "c++", "bwrap", "ip", "kubectl", "promtool")
+TOOLS = ("python3", "c++", "bwrap", "ip", "promtool")
 
 
 def test_setup_installs_and_removes_nothing(tmp_path: Path) -> None:

@@ -330,10 +330,10 @@ def gpus_in_compose() -> int:
 
 
 def gpus_in_kubernetes() -> int:
-    """GPUs that the overlay for GPUs gives a node of the learner."""
-    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/overlays/gpu/gpus.yaml").read_text())
-    (job,) = [document for document in documents if document["metadata"]["name"] == "gspo-learner"]
-    return int(job["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    """GPUs that the RayJob gives a node."""
+    job = yaml.safe_load((ROOT / "deploy/ray/rayjob.yaml").read_text())
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    return int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
 
 
 # GPUs of 80 GiB that the learner has in the shipped forms, its parameters, what the run says, and whether it fits.
