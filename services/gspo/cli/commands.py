@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from gspo.cli.arguments import NewestRunDir, RunDir, RunDirs
+from gspo.cli.arguments import NewestRunDir, Run, RunDir, RunDirs
 from gspo.cli.dead_letters import app as dead_letter_app
 from gspo.cli.plan.plan_command import plan
 from gspo.cli.replay.replay_command import replay
@@ -127,6 +127,25 @@ def status(
     from gspo.cli.monitor.status import status as print_status
 
     print_status(run_dir, Console(), watch=watch)
+
+
+@app.command()
+def scale(
+    number: Annotated[str, typer.Argument(metavar="SERVICE=NUMBER", help="For example generation=6.")],
+    run_dir: Run = None,
+) -> None:
+    """Change the number of generators, reward services or gateways of a running run.
+
+    Those that are too many finish their work, or leave it to the others. A resumed run has the number of its
+    configuration again.
+
+    Example: [bold]gspo scale generation=6[/]
+
+    Example: [bold]gspo scale reward=2 --run runs/my-run[/]
+    """
+    from gspo.cli.run.scaling import scale as ask
+
+    Console().print(ask(run_dir, number), highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from gspo.cli.cluster import ray_cluster as ray_cluster_module
 from gspo.cli.cluster.ray_run import run_on_ray
+from gspo.cli.run.scaling import scale
 from gspo.common.errors import InputError
 from tests.integration.cli.test_run import Gspo
 from tests.support.cluster.ray_cluster import RayNodesHere, actor_of, processes_with, ray_cluster, until
@@ -120,11 +121,24 @@ def test_what_dies_starts_again_elsewhere_and_a_killed_driver_leaves_nothing(gsp
 
 
 @pytest.mark.long
-def test_a_lost_head_ends_the_run_with_how_to_go_on(gspo: Gspo, cluster: RayNodesHere) -> None:
+def test_a_joined_node_is_used_and_a_lost_head_ends_the_run(gspo: Gspo, cluster: RayNodesHere) -> None:
     """The last test: it ends the cluster."""
     gspo.environment = cluster.environment
+    gspo.configure(generation={"replicas": 3})
     process = gspo.start("config.yaml", "--cluster", "ray", "--plain", fake="learner:child", services=SERVICES)
     until(lambda: gspo.starts("learner-0") and gspo.starts("generation-0"), "the start")
+    num_cpus = sum(cluster.num_cpus.values())
+    with pytest.raises(
+        InputError, match=rf"{num_cpus - 1} more need {num_cpus - 1} CPU, and \d of {num_cpus} are free"
+    ):
+        scale(gspo.run_dir, f"generation={num_cpus + 2}")
+    cluster.add("joined", num_cpus=8)
+    assert scale(gspo.run_dir, f"generation={num_cpus}").startswith(
+        f"generation: 3 -> {num_cpus}; starting generation-3"
+    )
+    until(lambda: gspo.starts(f"generation-{num_cpus - 1}"), "the generators on the joined node")
+    scale(gspo.run_dir, "generation=3")
+    until(lambda: not processes_with("--name generation-3", gspo.folder), "the end of those that are too many")
     cluster.lose_head()
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 1

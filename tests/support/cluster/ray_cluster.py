@@ -21,19 +21,25 @@ PATIENCE_S = 120.0
 
 
 class RayNodesHere:
-    """The nodes; made by `ray_cluster`."""
+    """The nodes; made by `ray_cluster`.
+
+    Attributes:
+        num_cpus: By node, the CPUs that Ray counts.
+    """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         from ray.cluster_utils import Cluster
 
         self._cluster: Any = Cluster()
         self._nodes: dict[str, Any] = {}
+        self.num_cpus: dict[str, int] = {}
         self._variables, self._num_started = variables, 0
 
     def add(self, name: str, **resources: float) -> None:
         """Start a node, and wait until it is there."""
         address = f"127.0.0.{10 + self._num_started}"
         self._num_started += 1
+        self.num_cpus[name] = int(resources["num_cpus"])
         self._nodes[name] = self._cluster.add_node(
             node_ip_address=address, node_name=name, include_dashboard=False, env_vars={}, **resources
         )
@@ -50,6 +56,7 @@ class RayNodesHere:
 
     def lose(self, name: str) -> None:
         """Kill a node at once."""
+        del self.num_cpus[name]
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def lose_head(self) -> None:

@@ -45,6 +45,7 @@ COMMANDS = (
     "run",
     "agent",
     "status",
+    "scale",
     "config",
     "export",
     "report",

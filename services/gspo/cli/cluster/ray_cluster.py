@@ -67,7 +67,6 @@ class RayCluster:
 
     Attributes:
         head: Address of the head (Ray's GCS).
-        is_lost: The head no longer answers.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -75,7 +74,7 @@ class RayCluster:
         self.own_id = str(self.ray.get_runtime_context().get_node_id())
         self._surveyed: dict[str, ClusterNode] = {}
         self.head = str(self.ray.get_runtime_context().gcs_address)
-        self._answered, self.is_lost = time.monotonic(), False
+        self._answered = time.monotonic()
 
     def answers(self) -> bool:
         """Whether the head answers now. Without it, most calls of Ray wait."""
@@ -94,7 +93,6 @@ class RayCluster:
             NodeLostError: It has not for almost as long as the nodes wait for it.
         """
         if not self.answers() and (silent_s := time.monotonic() - self._answered) > _PATIENCE_S - _EARLIER_S:
-            self.is_lost = True
             raise NodeLostError(
                 f"the head of the Ray cluster ({self.head}) has not answered for {silent_s:.0f} s: it or its network "
                 f"is lost, or the cluster has ended. Start the cluster again, on any nodes that see the run directory"
@@ -175,6 +173,10 @@ class RayCluster:
             with suppress(ray.exceptions.RayError):  # judged as no answer
                 answers[calls[call]] = ray.get(call)
         return answers
+
+    def num_free(self, resource: str) -> float:
+        """The free units of a resource; none while the head does not answer."""
+        return float(self.ray.available_resources().get(resource, 0.0)) if self.answers() else 0.0
 
     def users_of(self, resource: str, own: Sequence[str]) -> str:
         """The users of a resource, by the names of placement groups, and the free units.

@@ -18,6 +18,7 @@ from gspo.cli.processes.placement import NO_GPUS, Placement, aligned
 from gspo.cli.processes.planned_memory import COLUMNS, planned_memory, read_planned_model
 from gspo.cli.processes.preflight import CHECK_TIMEOUT_S
 from gspo.common.config.schema import Config
+from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu
 
 # A line about a wait for bundles, at most so often; and a look at the cluster meanwhile.
@@ -102,6 +103,35 @@ class RayNodes:
         head = ("process", "node", *(["GPU"] if on_gpus else []), *(columns if model else ()))
         note = f"\n(planned GiB {'on each GPU' if on_gpus else 'of host memory'})" if model else ""
         return f"{aligned([head, *sorted(rows)])}{note}"
+
+    async def add(self, processes: Sequence[str]) -> None:
+        """Ask for places as those of the first process of their service; nodes that have joined are used too.
+
+        Raises:
+            InputError: The cluster has too few units free.
+        """
+        of_first = self._of_process[f"{processes[0].rpartition('-')[0]}-0"].demand
+        asked = [replace(of_first, processes=(process,)) for process in processes]
+        needed = of_first.bundles[0][of_first.resource] * len(asked)
+        if needed > await asyncio.to_thread(self._cluster.num_free, of_first.resource):
+            own = [it.name for it in self._reservations]
+            raise InputError(
+                processes[-1],
+                f"{len(asked)} more need {needed:g} {of_first.resource}, and "
+                f"{await asyncio.to_thread(self._cluster.users_of, of_first.resource, own)} (others than this run)",
+                "Take fewer, or start further nodes",
+            )
+        for demand in asked:
+            reservation = Reservation(self._cluster, self._config, demand)
+            self._reservations.append(reservation)
+            self._of_process[demand.processes[0]] = reservation
+
+    async def remove(self, processes: Sequence[str]) -> None:
+        """Give back the places of processes that have ended, each of which has its own."""
+        for process in processes:
+            reservation = self._of_process.pop(process)
+            self._reservations.remove(reservation)
+            await asyncio.to_thread(reservation.give_back)
 
     def placed(self, program: Program) -> Program:
         """The program with its places on the cluster; a process beside the driver stays as it is."""

@@ -176,7 +176,7 @@ class Reservation:
         """Kill the actors, and leave the bundles to others."""
         for actor in list(self._actors.values()):
             self.drop(actor)
-        if self._cluster.is_lost:
+        if not self._cluster.answers():
             return  # the call would wait for the head
         with suppress(Exception):
             self._cluster.ray.util.remove_placement_group(self._group)

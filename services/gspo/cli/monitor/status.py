@@ -4,6 +4,7 @@ import asyncio
 import shlex
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,8 @@ class StatusPage:
             return Group(*parts, Text(describe_end(self._run_dir, view.step)))
         if message := disk_full_message(self._run_dir):
             parts.append(Text(message, "yellow"))
+        if line := count_line(instances, supervisor_facts(self._run_dir).get("counts", {})):
+            parts.append(Text(line, "yellow"))
         return Group(*parts, "", *instance_parts(instances, usage), *instance_lines(instances))
 
     def _history(self) -> View:
@@ -134,6 +137,15 @@ def describe_end(run_dir: Path, step: int) -> str:
     verb = "failed" if recorded.end == FAILED else "finished"
     ended = f"{verb}: {recorded.reason}. Report: {run_dir / PAGE_NAME}"
     return f"{ended}\nTo train on, change the key that ended it: gspo run CONFIG.yaml --resume"
+
+
+def count_line(instances: Iterable[Instance], counts: Mapping[str, int]) -> str:
+    """The services of which fewer or more processes run than they should have; empty where there are none."""
+    running = Counter({instance.name: instance.service for instance in instances}.values())
+    others = [
+        f"{service} {running[service]} of {number}" for service, number in counts.items() if running[service] != number
+    ]
+    return f"running: {', '.join(others)}" if others else ""
 
 
 def instance_lines(instances: Sequence[Instance]) -> list[str]:

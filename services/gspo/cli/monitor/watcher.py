@@ -90,8 +90,8 @@ class Watcher:
             self._say(line)
 
     async def _probe_readiness(self, client: httpx.AsyncClient, name: str) -> None:
-        process = self._view.processes[name]
-        if process.ready or process.instance is None or not process.instance.http:
+        process = self._view.processes.get(name)
+        if process is None or process.ready or process.instance is None or not process.instance.http:
             return
         try:
             reply = await client.get(f"{api_url(process.instance.http, self._view.config)}/readyz")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -21,6 +22,18 @@ class Nodes(Protocol):
 
     async def table(self) -> str:
         """A line for each process on each of its nodes."""
+        ...
+
+    async def add(self, processes: Sequence[str]) -> None:
+        """Ask for places of further processes of known services.
+
+        Raises:
+            InputError: The cluster has too few.
+        """
+        ...
+
+    async def remove(self, processes: Sequence[str]) -> None:
+        """Give back the places of processes that have ended."""
         ...
 
     def placed(self, program: Program) -> Program:

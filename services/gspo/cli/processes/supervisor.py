@@ -55,6 +55,7 @@ class ProcessSupervisor:
         self._supervisor_id = supervisor_id or uuid.uuid4().hex
         self._guard: subprocess.Popen[str] | None = None
         self.children: dict[str, Child] = {}
+        self._retired: set[str] = set()
         self._keepers: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
 
@@ -85,10 +86,30 @@ class ProcessSupervisor:
             RunError: A program died too often, or twice of the same error.
         """
         while self._keepers:
-            done, self._keepers = await asyncio.wait(self._keepers, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(self._keepers, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            self._keepers -= done  # others may have been added
             for keeper in done:
-                keeper.result()
+                if not keeper.cancelled():
+                    keeper.result()
         await self._ending.wait()
+
+    async def retire(self, names: Iterable[str], terminate_s: float) -> None:
+        """End programs that are no longer needed, and forget them.
+
+        Args:
+            terminate_s: From SIGTERM to SIGKILL.
+        """
+        retired = {name: self.children[name] for name in names}
+        self._retired.update(retired)
+        await self._end_all(list(retired.values()), 0.0, terminate_s)
+        keepers = {keeper for keeper in self._keepers if keeper.get_name() in retired}
+        if keepers:
+            await asyncio.wait(keepers, timeout=_KILL_S)
+        for keeper in keepers:
+            keeper.cancel()  # it waits for a place, or before a restart
+        for name in retired:
+            del self.children[name]
+        self._retired.difference_update(retired)
 
     async def end(self, patience_s: float, *, terminate_s: float = _TERMINATE_S, last: str = "redis") -> None:
         """End everything: wait `patience_s` for voluntary ends, then send SIGTERM, then SIGKILL.
@@ -156,7 +177,7 @@ class ProcessSupervisor:
             code = await child.wait()
             await child.end_rest()
             self._notify_guard(child, "-")
-            if self._ending.is_set():
+            if self._ending.is_set() or child.name in self._retired:
                 return
             if child.program.ended:
                 await child.program.ended()

@@ -25,8 +25,9 @@ from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
 from gspo.cli.processes.programs import Job, service_programs
 from gspo.cli.processes.redis_server import REDIS, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor
+from gspo.cli.run.scaling import Scaling
 from gspo.cli.rundir.open_run import api_client, api_url
-from gspo.cli.rundir.start import SERVICES_DIR, write_supervisor_facts
+from gspo.cli.rundir.start import SERVICES_DIR
 from gspo.common.config.schema import Config
 from gspo.common.streams.gpu_engines import GpuEngines
 from gspo.common.streams.keys import COORDINATOR, LEARNER, Keys
@@ -97,11 +98,15 @@ async def run_session(
         try:
             watcher = Watcher(redis, view, screen.say)
             await watcher.forget_last_session()
-            write_supervisor_facts(job.run_dir, redis_url)
             job = replace(job, policies=supervisor.policies)
-            supervisor.start(_reporting_ends((programs or service_programs)(job, redis_url), job.config, redis))
+
+            def make_programs(job: Job) -> list[Program]:
+                return _reporting_ends((programs or service_programs)(job, redis_url), job.config, redis)
+
+            scaling = Scaling(job, view, supervisor, redis, redis_url, make_programs, screen.say)
+            supervisor.start(make_programs(job))
             job.preflight.end()  # processes that are not part of this run
-            await _until_over(job, view, screen, interrupts, supervisor, watcher)
+            await _until_over(job, view, screen, interrupts, supervisor, watcher, scaling)
         except RedisError as error:
             raise RunError(f"Redis did not answer for {REDIS_PATIENCE_S} s ({error})") from error
         finally:
@@ -121,7 +126,13 @@ def _reporting_ends(programs: list[Program], config: Config, redis: Redis) -> li
 
 
 async def _until_over(
-    job: Job, view: View, screen: Screen, interrupts: Interrupts, supervisor: ProcessSupervisor, watcher: Watcher
+    job: Job,
+    view: View,
+    screen: Screen,
+    interrupts: Interrupts,
+    supervisor: ProcessSupervisor,
+    watcher: Watcher,
+    scaling: Scaling,
 ) -> None:
     """Return when the run has finished or was stopped; raise the error of anything that ends it otherwise."""
     over = asyncio.Event()
@@ -157,7 +168,7 @@ async def _until_over(
         if line:
             screen.say(ScreenLine(line))
 
-    works = (follow, stop, refresh, start_in_time, watch_disk, say_page, watcher.poll, supervisor.watch)
+    works = (follow, stop, refresh, start_in_time, watch_disk, say_page, watcher.poll, supervisor.watch, scaling.follow)
     async with task_group(*(run_until_cancelled(work.__name__, work) for work in works)):
         await over.wait()
 

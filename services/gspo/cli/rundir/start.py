@@ -366,14 +366,18 @@ def is_run_dir_locked(run_dir: Path) -> bool:
         return True
 
 
-def write_supervisor_facts(run_dir: Path, redis_url: str) -> None:
-    """Write the id of this process and the address of its Redis for other commands; the file keeps its lock."""
+def write_supervisor_facts(run_dir: Path, redis_url: str, **counts: int) -> None:
+    """Write the id of this process and the address of its Redis for other commands; the file keeps its lock.
+
+    Args:
+        counts: By service, the number of its processes.
+    """
     path = run_dir / SERVICES_DIR / _SUPERVISOR_NAME
-    path.write_text(json.dumps({"pid": os.getpid(), "redis_url": redis_url}))
+    path.write_text(json.dumps({"pid": os.getpid(), "redis_url": redis_url, "counts": counts}))
 
 
 def supervisor_facts(run_dir: Path) -> dict[str, Any]:
-    """`pid` and `redis_url` of the newest supervisor; empty if none has started."""
+    """`pid`, `redis_url` and `counts` of the newest supervisor; empty if none has started."""
     try:
         facts = json.loads((run_dir / SERVICES_DIR / _SUPERVISOR_NAME).read_text())
     except (FileNotFoundError, json.JSONDecodeError):

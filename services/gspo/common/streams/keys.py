@@ -36,6 +36,7 @@ class Keys:
         shift: Hash of the shift on shared GPUs: whether the generators or the learner have them (gpu_shift.py).
         gpu_engines: Hash of a generator's uid -> the record of its engine on shared GPUs (gpu_engines.py).
         agent_tasks: Stream of the names of rollouts that agents play (gateway/sessions/session_store.py).
+        scale: List of requests to change the number of a service's processes: `gspo scale` to `gspo run`.
         paused: Present while the issue of new groups is paused: PAUSED_BY_USER, or why.
     """
 
@@ -49,7 +50,7 @@ class Keys:
         self.partial, self.pieces, self.open = self.key("partial"), self.key("pieces:"), self.key("open")
         self.tokens, self.rollout_tokens = self.key("tokens"), self.key("rollout_tokens")
         self.shift, self.gpu_engines = self.key("shift"), self.key("gpu_engines")
-        self.agent_tasks = self.key("agent_tasks")
+        self.agent_tasks, self.scale = self.key("agent_tasks"), self.key("scale")
         self.redis_epoch, self.instances, self.paused = (
             self.key("redis_epoch"),
             self.key("instances"),
