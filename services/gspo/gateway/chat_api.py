@@ -12,8 +12,8 @@ from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.anthropic import api_router as messages
+from vllm.entrypoints.cli.launch import make_arg_parser  # its own module moves between versions
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion import api_router as chat
 from vllm.entrypoints.openai.completion import api_router as completions
 from vllm.entrypoints.openai.models import api_router as models

@@ -7,8 +7,9 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -153,6 +154,19 @@ async def test_without_a_generator_the_client_gets_an_error_of_its_own_kind(
 async def test_what_generators_do_not_take_is_refused(gateway: Gateway, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         await gateway.openai.chat.completions.create(**{"messages": MESSAGES, **GREEDY, **keys})
+
+
+async def test_images_are_refused_in_the_words_of_each_api(gateway: Gateway) -> None:
+    message = "a message has a part that is not text: {}, and the policy reads text alone. Leave it out"
+    source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image", "source": source}]
+    with pytest.raises(anthropic.BadRequestError, match=message.format("image")):
+        await gateway.anthropic.messages.create(
+            model="policy", max_tokens=4, messages=cast("Any", [{"role": "user", "content": parts}])
+        )
+    part = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    with pytest.raises(openai.BadRequestError, match=message.format("input_image")):
+        await gateway.openai.responses.create(model="policy", input=cast("Any", [{"role": "user", "content": [part]}]))
 
 
 async def test_unknown_models_paths_and_callers_are_refused(gateway: Gateway) -> None:

@@ -11,13 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gspo.common.host.machine import torch_is_for_cpus
-
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "deploy/vllm_names.toml"
 NAMES: dict[str, dict[str, list[str]]] = tomllib.loads(FILE.read_text())
-# Each is for one kind of machine.
-OF_CPUS, OF_GPUS = {"vllm.v1.worker.cpu_worker", "vllm.utils.cpu_triton_utils"}, {"vllm.v1.worker.gpu_worker"}
 
 
 def taken_names() -> dict[str, dict[str, list[str]]]:
@@ -58,17 +54,12 @@ def test_the_file_has_the_names_that_the_code_takes() -> None:
 def test_the_installed_vllm_has_every_name(service: str) -> None:
     missing = []
     for module, names in NAMES[service].items():
-        if module in (OF_GPUS if torch_is_for_cpus() else OF_CPUS):
-            continue
         try:
             loaded = importlib.import_module(module)
         except ImportError as error:
             missing.append(f"{module} ({error})")
             continue
-        others = OF_GPUS if torch_is_for_cpus() else OF_CPUS
-        missing += [
-            place for name in names if (place := f"{module}.{name}") not in others and not has_name(loaded, name)
-        ]
+        missing += [f"{module}.{name}" for name in names if not has_name(loaded, name)]
     assert not missing
 
 

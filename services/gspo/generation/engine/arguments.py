@@ -79,11 +79,13 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
         "worker_cls worker_extension_cls scheduler_cls enable_eplb eplb_config"
     ),
     "the engine sleeps under `placement: shared` alone, and then gives back all that it can": (
-        "enable_sleep_mode enable_nccl_comm_suspend sleep_mode_offload_cudagraph sleep_preserve_parameter_names"
+        "enable_sleep_mode enable_nccl_comm_suspend sleep_mode_backend sleep_mode_offload_cudagraph "
+        "sleep_preserve_parameter_names"
     ),
     "an engine that fails is started again by the supervisor": (
-        "enable_fault_tolerance fault_tolerance_config shutdown_timeout"
+        "enable_fault_tolerance fault_tolerance_config shutdown_timeout watchdog_config"
     ),
+    "not every version of vLLM that gspo supports has it": "monokernel",
     "set `generation.max_rollouts`": "max_num_active_seqs max_num_queued_reqs max_num_queued_tokens",
     "every request has the same priority": "scheduling_policy",
     "vLLM's own metrics, traces and profiles are not collected": (

@@ -113,7 +113,8 @@ class Engine:
             ValueError: vLLM refuses the request, for example a prompt longer than max_model_len.
             EngineBrokenError: The engine cannot serve any more.
         """
-        # A request that is sent while the weights change would carry the salt of the old ones into the new.
+        # A request that is sent while the weights change would carry the salt of the old ones into the new. vLLM 0.33
+        # refuses it where the pause ends requests. Nothing suspends between here and the message to vLLM's process.
         await self._serving.wait()
         self._raise_if_broken()
         if self._llm.vllm_config.speculative_config is not None and (key := cut_by(sampling)):

@@ -83,7 +83,7 @@ def test_executors_of_one_host_pass() -> None:
 
 
 def test_every_argument_of_the_installed_vllm_is_ours_refused_or_allowed() -> None:
-    """An upgrade of vLLM puts each new argument into one of the tables."""
+    """An upgrade of vLLM puts each new argument into one of the tables; what one version lacks is refused."""
     tables = [set(OWN_ARGS), set(REFUSED_ARGS), set(ALLOWED_ARGS)]
     package = importlib.util.find_spec("vllm")
     assert package is not None and package.submodule_search_locations is not None
@@ -95,8 +95,9 @@ def test_every_argument_of_the_installed_vllm_is_ours_refused_or_allowed() -> No
         for line in node.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
     }
-    assert names == set.union(*tables)
-    assert sum(map(len, tables)) == len(names)
+    assert names <= set.union(*tables)
+    assert set(OWN_ARGS) | set(ALLOWED_ARGS) <= names
+    assert sum(map(len, tables)) == len(set.union(*tables))
 
 
 def test_the_check_does_not_import_vllm() -> None:
