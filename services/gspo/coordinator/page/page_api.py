@@ -50,33 +50,27 @@ class PagePassage:
         if request.method not in _METHODS:
             return PlainTextResponse("the page takes GET and POST", 405)
         places = self._streams if request.url.path == _STREAM else self._queries
-        stack = AsyncExitStack()
         try:
-            async with asyncio.timeout(WAIT_S):
-                await stack.enter_async_context(places)
-            stack.enter_context(self._process.in_use())
-            try:
-                return await self._passed_on(request, stack)
-            except httpx.ConnectError:
-                if not await self._process.has_ended():
-                    raise
-                return await self._passed_on(request, stack)
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(WAIT_S):
+                    await stack.enter_async_context(places)
+                stack.enter_context(self._process.in_use())
+                try:
+                    return await self._passed_on(request, stack)
+                except httpx.ConnectError:
+                    if not await self._process.has_ended():
+                        raise
+                    return await self._passed_on(request, stack)
         except TimeoutError:
-            await stack.aclose()
             return PlainTextResponse("too many questions to the page at a time; load it again", 503)
         except httpx.InvalidURL as error:
-            await stack.aclose()
             return PlainTextResponse(f"the address is none: {error}", 400)
         except (PageUnavailableError, httpx.HTTPError) as error:
-            await stack.aclose()
             log.warning("page_does_not_answer", reason=str(error) or type(error).__name__)
             return PlainTextResponse(str(error) or "the page's process does not answer; load it again", 502)
-        except BaseException:
-            await stack.aclose()
-            raise
 
     async def _passed_on(self, request: Request, stack: AsyncExitStack) -> Response:
-        """The process's answer, whose end closes the stack."""
+        """The process's answer, which takes over what the stack closes."""
         transport = httpx.AsyncHTTPTransport(uds=str(await self._process.socket()))
         client = httpx.AsyncClient(transport=transport, timeout=_ANSWER_S, base_url="http://localhost")
         await stack.enter_async_context(client)
@@ -91,8 +85,9 @@ class PagePassage:
         answer = await client.send(asked, stream=True)
         stack.push_async_callback(answer.aclose)
         headers = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
+        kept = stack.pop_all()
         return StreamingResponse(
-            _parts(answer, stack), answer.status_code, headers, background=BackgroundTask(stack.aclose)
+            _parts(answer, kept), answer.status_code, headers, background=BackgroundTask(kept.aclose)
         )
 
 
