@@ -52,11 +52,9 @@ class ServerTroubleError(Exception):
         is_final: Whether it is of no use to ask again.
     """
 
-    def __init__(
-        self, kind: TroubleKind, text: str, retry_after_s: float = _USUAL_WAIT_S, *, is_final: bool = False
-    ) -> None:
+    def __init__(self, kind: TroubleKind, text: str, retry_after_s: float = _USUAL_WAIT_S) -> None:
         super().__init__(text)
-        self.kind, self.retry_after_s, self.is_final = kind, retry_after_s, is_final
+        self.kind, self.retry_after_s, self.is_final = kind, retry_after_s, False
 
 
 @dataclass(frozen=True)
