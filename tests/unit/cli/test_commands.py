@@ -476,13 +476,13 @@ def test_doctor_knows_ranks_and_zero_stage(
     files = ModelFiles({}, 1 << 30, None, None, {"q_proj": [8, 8]})
     config = parse_config({**raw_config, **sections}, tmp_path)
     assert _memory_gib(config, files, on_gpus=False) == pytest.approx(PROCESSES_GIB + gib, rel=1e-3)
-    # On GPUs: every rank loads 4 bytes a parameter, or has 6 offloaded, and a generator holds two copies beside the
-    # learner's.
+    # On GPUs: every rank loads 4 bytes a parameter, or has 6 offloaded. A generator has two copies beside those of the
+    # learner, and several generators have three.
     learner = config.learner
     on_gpus = (
         (4 if learner.offload == "none" else 6) * max(1, learner.ranks)
         + (4 if config.staleness.max_lag else 0)
-        + 4 * (3 + 2 * config.generation.replicas)
+        + 4 * (3 + min(2 * config.generation.replicas, 3))
     )
     assert _memory_gib(config, files, on_gpus=True) == pytest.approx(PROCESSES_GIB + on_gpus, rel=1e-3)
 

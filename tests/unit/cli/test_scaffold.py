@@ -12,7 +12,7 @@ from typing import Any, cast
 import httpx
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError
 
 from gspo.cli import scaffold
 from gspo.cli.scaffold import write_example
@@ -110,12 +110,11 @@ def test_a_path_without_a_model_writes_nothing(name: str, tmp_path: Path, monkey
 def answer_for_hub(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
     """Stands for the hub, which tests do not ask."""
 
-    def hf_hub_download(*_names: str) -> str:
+    def answer(_url: str) -> None:
         if error:
             raise error
-        return ""
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
 
 
 def test_a_name_on_a_hub_stays_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +132,7 @@ def test_a_name_that_the_hub_lacks_writes_nothing(tmp_path: Path, monkeypatch: p
 
 
 def test_a_name_without_a_way_to_its_hub_is_kept_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_for_hub(monkeypatch, LocalEntryNotFoundError("no connection"))
+    answer_for_hub(monkeypatch, httpx.ConnectError("no connection"))
     (note,) = write_example(tmp_path / "example", "no/one")[1]
     assert "no/one: it is not a folder here" in note and "The first start fetches it" in note
 
