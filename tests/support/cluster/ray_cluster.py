@@ -1,6 +1,6 @@
 """A real Ray cluster of several nodes on this machine, each with resources and an address of its own on loopback.
 
-A driver is on the first node, the head. Ray's dashboard is off.
+A driver is on the first node, the head. Ray's dashboard is off, unless the head is asked for it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,18 @@ class RayNodesHere:
         self._num_started += 1
         self.num_cpus[name] = int(resources["num_cpus"])
         self._nodes[name] = self._cluster.add_node(
-            node_ip_address=address, node_name=name, include_dashboard=False, env_vars={}, **resources
+            node_ip_address=address, node_name=name, env_vars={}, **{"include_dashboard": False, **resources}
         )
 
     @property
     def names(self) -> list[str]:
         """The remaining nodes, the head first."""
         return list(self._nodes)
+
+    @property
+    def dashboard(self) -> str:
+        """Its address, if the head was started with `include_dashboard`."""
+        return f"http://{self._cluster.webui_url}"
 
     @property
     def environment(self) -> dict[str, str]:

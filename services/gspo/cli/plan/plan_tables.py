@@ -49,6 +49,12 @@ def print_plan(planned: Planned, console: Console) -> None:
         sep="\n",
         highlight=False,
     )
+    if number := _num_machines(planned):
+        console.print(
+            f"It is for {number} machines of {planned.machine.gpus_per_host} GPUs: start it on one with "
+            "`gspo run CONFIG.yaml --cluster ray` (docs/cluster.md).",
+            highlight=False,
+        )
     console.print(_table("GiB of memory", ("part", "each rank", "each generator's GPU"), memory_rows(planned)))
     console.print(_table("GiB of a host's own memory", ("part", "the fullest host"), host_rows(planned)))
     console.print(_NOTE, highlight=False)
@@ -57,6 +63,12 @@ def print_plan(planned: Planned, console: Console) -> None:
     console.print(_table("Rates", ("rate", "range", "source"), rate_rows(planned)))
     for advice in advices(planned):
         console.print(advice, highlight=False)
+
+
+def _num_machines(planned: Planned) -> int:
+    """Machines of the plan; 0 if one is enough."""
+    number = -(-planned.machine.num_gpus // planned.machine.gpus_per_host)
+    return number if number > 1 else 0
 
 
 def advices(planned: Planned) -> list[str]:

@@ -109,7 +109,7 @@ def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Plac
             raise InputError(
                 key,
                 f"{process} wants {num_gpus} GPUs, each a different one, and {len(gpus)} can be seen ({names})",
-                f"Lower it to {len(gpus)}, or take a machine with more GPUs\n{aligned(rows)}",
+                f"Lower it to {len(gpus)}, or {_more_gpus(process)}\n{aligned(rows)}",
             )
         # Under `placement: shared` each service is placed as if it were alone, and begins with the first GPU.
         side = _service(process) if config.placement == "shared" else ""
@@ -122,6 +122,13 @@ def place(config: Config, processes: Sequence[str], gpus: Sequence[Gpu]) -> Plac
     placement = Placement(placed, free, in_shifts=config.placement == "shared")
     _check_shares(config, placement, gpus)
     return placement
+
+
+def _more_gpus(process: str) -> str:
+    """A generator is on one machine, the ranks of a learner may be on several."""
+    if process.startswith(LEARNER):
+        return "spread the run over machines with `gspo run CONFIG.yaml --cluster ray` (docs/cluster.md)"
+    return "take a machine with more GPUs"
 
 
 def _demands(config: Config, processes: Sequence[str]) -> dict[str, tuple[int, str]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks.plans.published_models import published_models
 from gspo.cli.plan.plan_request import LONGEST_CONTEXT, Planned, PlanRequest, choice_of, planned_choice
-from gspo.cli.plan.plan_tables import advices
+from gspo.cli.plan.plan_tables import advices, print_plan
 from gspo.cli.plan.planner import context_of, plan_keys
 from gspo.cli.plan.rates import find_kind, rates_of
 from gspo.common.config.presets import fitting_clip
@@ -47,6 +49,15 @@ def test_idle_gpus_are_counted() -> None:
     config = planned.choice.config.with_keys(generation={"engine": {"tensor_parallel_size": 2}, "replicas": 1})
     idle = replace(planned, choice=replace(planned.choice, config=config))
     assert advices(idle)[1] == "1 GPU of this plan would be idle."
+
+
+@pytest.mark.parametrize(("num_gpus", "words"), [(8, ""), (16, "It is for 2 machines of 8 GPUs")])
+def test_a_plan_for_several_machines_names_the_command(num_gpus: int, words: str) -> None:
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_plan(plan_of(replace(REQUEST, num_gpus=num_gpus), "training"), console)
+    printed = console.export_text()
+    assert words in printed
+    assert ("`gspo run CONFIG.yaml --cluster ray`" in printed) == bool(words)
 
 
 def test_a_bound_that_gpus_do_not_move_has_no_word_on_gpus() -> None:

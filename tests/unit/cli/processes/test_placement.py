@@ -149,6 +149,7 @@ def test_what_cannot_be_placed_is_refused_with_who_wants_what(
     assert caught.value.where == key
     table = caught.value.fix.splitlines()[1:]
     assert table[0].startswith("process  ") and len(table) >= 2
+    assert ("gspo run CONFIG.yaml --cluster ray" in caught.value.fix) == (key == "learner.ranks")
 
 
 def test_memory_that_other_programs_hold_is_not_vllms(tmp_path: Path) -> None:
