@@ -61,7 +61,13 @@ def skip_without_bubblewrap(level: str) -> None:
         pytest.skip("bubblewrap is not installed: deploy/setup.sh does that for root")
 
 
-@pytest.mark.parametrize(("level", "user"), CONTAINMENTS)
+@pytest.mark.parametrize(
+    ("level", "user"),
+    [
+        pytest.param(level, user, marks=[] if (level == "bubblewrap") == (user == "root") else pytest.mark.long)
+        for level, user in CONTAINMENTS
+    ],
+)
 def test_a_hostile_rollout_ends_alone_and_leaves_nothing(level: str, user: str) -> None:
     skip_without_bubblewrap(level)
     judge(outcomes(level, user), level, heavy=False)

@@ -32,6 +32,7 @@ def environment(short_folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "TMPDIR": str(short_folder)}
 
 
+@pytest.mark.long
 def test_the_example_can_be_measured(tmp_path: Path, short_folder: Path, environment: dict[str, str]) -> None:
     model, gspo = make_tiny_model(tmp_path / "model"), (sys.executable, "-m", "gspo.cli")
     example, out = tmp_path / "example", tmp_path / "out.json"

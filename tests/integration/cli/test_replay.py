@@ -203,6 +203,7 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_after_a_step_and_the_same_command_continues(run_dir: Path) -> None:
     # A script's background starts commands with SIGINT ignored.
     process = subprocess.Popen(
@@ -227,6 +228,7 @@ def test_ctrl_c_stops_after_a_step_and_the_same_command_continues(run_dir: Path)
     assert "Equal: 6 steps are as recorded" in done.printed
 
 
+@pytest.mark.long
 def test_a_loss_of_ones_own_is_replayed_from_the_runs_copy(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def loss(batch):\n    return -batch.advantage_BT * batch.logp_BT\n")

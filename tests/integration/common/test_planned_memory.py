@@ -14,7 +14,7 @@ from tests.support.tiny_model import make_tiny_model
 from tests.support.training.memory_cases import memory_config
 from tests.support.training.started_ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 # Widths and layers of two models, of 13 and 50 M parameters, and of 101 and 403 M, which take up to 14 GiB. Lengths and
 # vocabulary are so small that only the parameters differ in memory.
 TENS, HUNDREDS = ((512, 4), (1024, 4)), ((1024, 8), (2048, 8))

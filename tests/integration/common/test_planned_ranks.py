@@ -15,7 +15,7 @@ from gspo.common.planning.memory import FLOAT32_BYTES, rank_memory
 from tests.support.training.fake_rank_cases import NUM_RANKS
 from tests.support.training.rollout_rows import make_config
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 # DeepSpeed's reduce_bucket_size.
 BUCKET_BYTES = FLOAT32_BYTES * 5 * 10**8
 

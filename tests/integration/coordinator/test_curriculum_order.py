@@ -31,6 +31,7 @@ def has_spread(task: GroupTask) -> bool:
     return bool(json.loads(task.prompt.columns_json)["answer"] <= 3)
 
 
+@pytest.mark.long
 async def test_a_killed_coordinator_draws_what_seed_and_log_say(
     redis: Redis,
     keys: Keys,

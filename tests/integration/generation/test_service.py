@@ -250,6 +250,7 @@ async def test_all_groups_of_a_killed_generator_are_taken_over_at_once(running: 
     assert {rollout.group for rollout in finished} == set(range(400, 408))
 
 
+@pytest.mark.long
 async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGenerator, redis_url: str) -> None:
     """A second process takes the task, while the first one stands still, and is killed in the middle of it."""
     redis, keys, process = running.redis, running.keys, running.process

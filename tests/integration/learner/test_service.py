@@ -109,6 +109,7 @@ async def test_a_stop_leaves_a_checkpoint_and_open_groups(
     assert (await redis.xpending(keys.scored, "learner"))["pending"] == 2 * NUM_ROLLOUTS
 
 
+@pytest.mark.long
 async def test_a_stop_while_a_generator_keeps_the_gpus_ends_as_stopped_and_a_resume_trains_the_logged_step(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
@@ -136,6 +137,7 @@ async def test_a_stop_while_a_generator_keeps_the_gpus_ends_as_stopped_and_a_res
     assert [line["version"] for line in lines(config, "policy.jsonl")] == [0, 1]
 
 
+@pytest.mark.long
 async def test_groups_left_open_at_the_end_are_unused_until_a_resume_and_a_failed_group_has_its_reason(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
@@ -188,6 +190,7 @@ async def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
         assert await asyncio.to_thread(wait_exit, process, 20) == 0
 
 
+@pytest.mark.long
 async def test_newer_weights_wait_for_an_evaluation_and_the_best_version_is_kept(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:
@@ -276,6 +279,7 @@ async def test_progress_counts_a_group_as_settled_only_with_the_version_made_of_
     assert "logged, not trained" in seen, "the step was over before it could be looked at"
 
 
+@pytest.mark.long
 async def test_a_mini_batch_that_is_not_finite_is_in_the_log_and_a_replay_leaves_it_out(
     redis: Redis, keys: Keys, redis_url: str, tmp_path: Path
 ) -> None:

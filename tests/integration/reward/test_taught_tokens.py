@@ -42,6 +42,7 @@ from tests.support.training.rollout_rows import make_config, make_rows, train
 from tests.support.training.vllm_server import KEY, vllm_server, way_to
 from tests.support.typed.redis_entries import payloads
 
+pytestmark = pytest.mark.long
 NAME, MAX_LENGTH, ROWS = "larger", 129, 99
 
 

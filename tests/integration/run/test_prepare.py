@@ -73,6 +73,7 @@ def test_an_example_that_is_mounted_alone_becomes_a_run(
     assert all((inputs / file).read_text() == (mounted / file).read_text() for file in code)
 
 
+@pytest.mark.long
 def test_code_that_was_changed_since_is_taken_over_beside_the_cold_start_that_is_there(
     prepare: Prepare, image: Path, tmp_path: Path
 ) -> None:
