@@ -101,6 +101,11 @@ class ServiceProcess:
         """The service of the process: "learner" of "learner-0"."""
         return self.name.rpartition("-")[0]
 
+    @property
+    def is_called(self) -> bool:
+        """Whether its gRPC server can be called, by its newest heartbeat."""
+        return self.instance is not None and bool(self.instance.grpc)
+
     def doing(self) -> tuple[str, str, float]:
         """(busy or waiting, its activity, since when in unix seconds)."""
         if self.instance is None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from gspo.cli.processes.child import Child, LocalChild, Program
@@ -111,14 +111,19 @@ class ProcessSupervisor:
             del self.children[name]
         self._retired.difference_update(retired)
 
-    async def end(self, patience_s: float, *, terminate_s: float = _TERMINATE_S, last: str = "redis") -> None:
+    async def end(
+        self, patience_s: float, *, terminate_s: float = _TERMINATE_S, last: str = "redis", idle: Collection[str] = ()
+    ) -> None:
         """End everything: wait `patience_s` for voluntary ends, then send SIGTERM, then SIGKILL.
 
         Args:
             terminate_s: From SIGTERM to SIGKILL.
             last: Name of the program that the others need until they have ended.
+            idle: Names of programs that have no work to lose; they are killed at once.
         """
         self._ending.set()
+        for name in self.children.keys() & set(idle):
+            self.children[name].signal(signal.SIGKILL, with_children=True)
         others = [child for child in self.children.values() if child.name != last]
         await self._end_all(others, patience_s, terminate_s)
         await self._end_all([child for child in self.children.values() if child.name == last], 0.0, terminate_s)

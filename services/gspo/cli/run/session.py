@@ -30,7 +30,7 @@ from gspo.cli.rundir.open_run import api_client, api_url
 from gspo.cli.rundir.start import SERVICES_DIR
 from gspo.common.config.schema import Config
 from gspo.common.streams.gpu_engines import GpuEngines
-from gspo.common.streams.keys import COORDINATOR, LEARNER, Keys
+from gspo.common.streams.keys import COORDINATOR, GENERATION, LEARNER, Keys
 from gspo.common.streams.redis_client import REDIS_PATIENCE_S
 from gspo.common.tasks import run_until_cancelled, task_group
 
@@ -112,8 +112,10 @@ async def run_session(
         finally:
             view.phases.enter("stop")
             # A starting service has nothing to drain, and would notice SIGTERM only after seconds of loading.
-            terminate_s = STARTING_END_S if view.waiting_to_start else DRAIN_S
-            await supervisor.end(SELF_END_S if view.finished else 0.0, terminate_s=terminate_s, last=REDIS)
+            idle = {p.name for p in view.processes.values() if p.service == GENERATION and not p.is_called}
+            is_starting = any(process.name not in idle for process in view.waiting_to_start)
+            terminate_s = STARTING_END_S if is_starting else DRAIN_S
+            await supervisor.end(SELF_END_S if view.finished else 0.0, terminate_s=terminate_s, last=REDIS, idle=idle)
             await redis.aclose()
 
 

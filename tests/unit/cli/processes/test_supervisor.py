@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,32 @@ async def test_of_several_ranks_the_first_error_counts(tmp_path: Path) -> None:
             await supervisor.watch()
     assert ended.value.failure is not None
     assert (ended.value.failure.kind, ended.value.failure.step) == ("ValueError", 3)
+
+
+async def test_one_without_work_is_not_waited_for(tmp_path: Path) -> None:
+    async with ProcessSupervisor(tmp_path, 0, lambda _line: None) as supervisor:
+        supervisor.start([Program(name, ("sh", "-c", "trap '' TERM; sleep 300")) for name in ("starting", "other")])
+        await asyncio.sleep(0.5)
+        began = time.monotonic()
+        end = asyncio.create_task(supervisor.end(1.0, terminate_s=1.0, idle={"starting"}))
+        while supervisor.children["starting"].is_running:
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - began < 0.9
+        assert supervisor.children["other"].is_running
+        await end
+    assert not supervisor.children["other"].is_running
+
+
+async def test_a_retired_program_is_not_started_again(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    async with ProcessSupervisor(tmp_path, 5, lambda _line: None) as supervisor:
+        supervisor.start([Program(name, ("sh", "-c", f"echo {name} >> {starts}; sleep 300")) for name in ("a", "b")])
+        while not starts.exists() or len(starts.read_text().split()) < 2:
+            await asyncio.sleep(0.01)
+        watch = asyncio.create_task(supervisor.watch())
+        await supervisor.retire(["b"], 5.0)
+        await asyncio.sleep(1.5)
+        assert [*supervisor.children] == ["a"]
+        assert sorted(starts.read_text().split()) == ["a", "b"]
+        assert not watch.done()
+        watch.cancel()
