@@ -93,7 +93,7 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """placement: shared. The engine gives the memory of its cards back; the next push wakes it. The answer comes when the
+        """placement: shared. The engine gives the memory of its GPUs back; the next push wakes it. The answer comes when the
         memory is free, at once from an engine that sleeps. PERMISSION_DENIED: another learner has taken over.
         FAILED_PRECONDITION: another run, or an engine of `placement: split`, which has no sleep mode.
         """

@@ -47,7 +47,7 @@ class GenerationStub:
     sent before may hide a refusal.
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_generation_pb2.SleepRequest, _generation_pb2.SleepReply]
-    """placement: shared. The engine gives the memory of its cards back; the next push wakes it. The answer comes when the
+    """placement: shared. The engine gives the memory of its GPUs back; the next push wakes it. The answer comes when the
     memory is free, at once from an engine that sleeps. PERMISSION_DENIED: another learner has taken over.
     FAILED_PRECONDITION: another run, or an engine of `placement: split`, which has no sleep mode.
     """
@@ -71,7 +71,7 @@ class GenerationAsyncStub(GenerationStub):
     sent before may hide a refusal.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_generation_pb2.SleepRequest, _generation_pb2.SleepReply]  # type: ignore[assignment]
-    """placement: shared. The engine gives the memory of its cards back; the next push wakes it. The answer comes when the
+    """placement: shared. The engine gives the memory of its GPUs back; the next push wakes it. The answer comes when the
     memory is free, at once from an engine that sleeps. PERMISSION_DENIED: another learner has taken over.
     FAILED_PRECONDITION: another run, or an engine of `placement: split`, which has no sleep mode.
     """
@@ -116,7 +116,7 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.SleepReply, _abc.Awaitable[_generation_pb2.SleepReply]]:
-        """placement: shared. The engine gives the memory of its cards back; the next push wakes it. The answer comes when the
+        """placement: shared. The engine gives the memory of its GPUs back; the next push wakes it. The answer comes when the
         memory is free, at once from an engine that sleeps. PERMISSION_DENIED: another learner has taken over.
         FAILED_PRECONDITION: another run, or an engine of `placement: split`, which has no sleep mode.
         """
