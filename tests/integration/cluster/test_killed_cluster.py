@@ -1,6 +1,7 @@
 """A run on a Ray cluster of three nodes with the real engines, struck by kills of every kind, and its log afterwards.
 
-A process, an actor, a node, and the driver die, in an order by a seed. After the driver's death the run is resumed.
+A process, an actor, a node, the head, and the driver die, in an order by a seed. The head comes back with its state.
+After the driver's death the run is resumed. Between kills, generators come and go.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gspo.cli.run.scaling import scale
+from gspo.common.errors import InputError
 from tests.chaos import test_kill
 from tests.chaos.test_kill import EndedRun, KilledRun, write_input
 from tests.support.cluster.ray_cluster import RayNodesHere, actor_of, processes_with, ray_cluster, until
@@ -24,7 +28,7 @@ from tests.support.cluster.ray_cluster import RayNodesHere, actor_of, processes_
 pytestmark = [pytest.mark.timeout(3400), pytest.mark.long]
 NUM_KILLS = int(os.environ.get("GSPO_KILLS", "50"))
 SEED = int(os.environ.get("GSPO_SEED", "0"))
-KINDS = ("process", "actor", "node", "driver")
+KINDS = ("process", "actor", "node", "driver", "head", "scale")
 TARGETS = ("generation-0", "generation-1", "reward-0", "learner-0")
 # More steps than pass until the last kill; each has four groups.
 EPOCHS = 10 * NUM_KILLS
@@ -37,7 +41,7 @@ class ClusterRun:
         services: dict[str, object] = {"lease_s": 5.0, "max_restarts": 1000}
         self.config = write_input(folder, EPOCHS, generation={"replicas": 2}, services=services)
         self.folder, self._cluster, self._random = folder, cluster, random.Random(SEED)  # noqa: S311
-        self._num_nodes, self.struck = 3, list[str]()
+        self._num_nodes, self.struck, self.scaled = 3, list[str](), list[str]()
         self.running = self._start()
 
     def _start(self) -> KilledRun:
@@ -70,6 +74,13 @@ class ClusterRun:
             self._cluster.lose(self._random.choice([name for name in self._cluster.names if name != "head"]))
             self._cluster.add(f"n{self._num_nodes}", num_cpus=4)
             self._num_nodes += 1
+        elif kind == "head":
+            self._cluster.lose_head()
+            time.sleep(self._random.uniform(0.0, 10.0))
+            self._cluster.find_head()
+        elif kind == "scale":
+            with suppress(InputError):  # it starts at this moment, or the cluster has not so much
+                self.scaled.append(scale(self.running.run_dir, f"generation={self._random.randint(1, 3)}"))
         else:
             self._kill_process(self._random.choice(TARGETS), with_actor=kind == "actor")
         self.running.until(lambda: self.step() > before, f"a step after {before}: {self.struck}", 300.0)

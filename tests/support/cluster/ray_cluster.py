@@ -68,6 +68,10 @@ class RayNodesHere:
         """Kill the process that knows the cluster (Ray's GCS). The nodes, that of the driver too, still run."""
         self._cluster.head_node.kill_gcs_server()
 
+    def find_head(self) -> None:
+        """Start it again, with the state that it kept."""
+        self._cluster.head_node.start_gcs_server()
+
     def close(self) -> None:
         """End every node."""
         self._cluster.shutdown()
@@ -78,6 +82,7 @@ def ray_cluster(**nodes: Mapping[str, float]) -> Iterator[RayNodesHere]:
     """A cluster with a token; by name, the resources of each node, the head's first."""
     # Ray's sockets have names in this folder, whose length Linux limits.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    Path(folder, "gcs").mkdir()
     variables = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
@@ -87,6 +92,9 @@ def ray_cluster(**nodes: Mapping[str, float]) -> Iterator[RayNodesHere]:
         "RAY_health_check_failure_threshold": "3",
         "RAY_health_check_period_ms": "1000",
         # All ends so long after the head; by default after a minute.
+        # It keeps its state here over its own death.
+        "RAY_gcs_storage": "rocksdb",
+        "RAY_gcs_storage_path": f"{folder}/gcs",
         "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
     }
     with pytest.MonkeyPatch.context() as patch:
