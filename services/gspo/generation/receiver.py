@@ -161,7 +161,7 @@ class Receiver:
         """Stage the version: from the frames, unless this host has it or another generator here takes it now."""
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()) as self._staging:
-                place = await _uncancelled(asyncio.to_thread(self._copies.find, header.digest, header.version))
+                place = await _uncancelled(asyncio.to_thread(self._copies.find, header.digest))
                 await admit(place is PolicyPlace.NOWHERE)
                 if place is PolicyPlace.NOWHERE:
                     await self._take(header, frames)
@@ -203,7 +203,7 @@ class Receiver:
         place = PolicyPlace.ELSEWHERE
         while place is PolicyPlace.ELSEWHERE:
             await asyncio.sleep(LOOK_S)
-            place = await _uncancelled(asyncio.to_thread(self._copies.find, header.digest, header.version))
+            place = await _uncancelled(asyncio.to_thread(self._copies.find, header.digest))
         if place is PolicyPlace.NOWHERE:
             raise PushRefusedError(
                 grpc.StatusCode.UNAVAILABLE,

@@ -27,9 +27,9 @@ class BlockedCopy(PolicyCopies):
         super().__init__({"a": (4,)}, "float32")
         self.reached, self.may_go_on = threading.Event(), threading.Event()
 
-    def find(self, digest: str, version: int) -> PolicyPlace:
+    def find(self, digest: str) -> PolicyPlace:
         self._block("find")
-        return super().find(digest, version)
+        return super().find(digest)
 
     def staged_digest(self) -> str:
         self._block("staged_digest")

@@ -70,7 +70,7 @@ class PagePassage:
             return PlainTextResponse(str(error) or "the page's process does not answer; load it again", 502)
 
     async def _passed_on(self, request: Request, stack: AsyncExitStack) -> Response:
-        """The process's answer, which takes over what the stack closes."""
+        """The process's answer. It takes over the things that the stack closes."""
         transport = httpx.AsyncHTTPTransport(uds=str(await self._process.socket()))
         client = httpx.AsyncClient(transport=transport, timeout=_ANSWER_S, base_url="http://localhost")
         await stack.enter_async_context(client)

@@ -43,7 +43,6 @@ class PolicyFile:
             [
                 ("state", "u1"),
                 ("is_start", "u1"),
-                ("version", "<i8"),
                 ("progress_s", "<f8"),
                 ("digest", "S80"),
                 ("present", "u1", (num_tensors,)),

@@ -118,13 +118,13 @@ class PolicyCopy:
         self.fingerprints[name] = self.fingerprints.get(name, Fingerprint()) + change
         self._note["progress_s"] = time.monotonic()
 
-    def claim(self, digest: str, version: int, *, is_start: bool) -> None:
+    def claim(self, digest: str, *, is_start: bool) -> None:
         """Note what the slot is going to have.
 
         Args:
             is_start: Whether it is the policy of the model folder.
         """
-        self._note["version"], self._note["is_start"], self._note["progress_s"] = version, is_start, time.monotonic()
+        self._note["is_start"], self._note["progress_s"] = is_start, time.monotonic()
         self._note["digest"], self._note["state"] = digest.encode(), FILLING
 
     def begin(self, base: PolicyCopy | None) -> None:
@@ -243,7 +243,7 @@ class PolicyCopies:
             copies.serving.finish()
         return copies
 
-    def find(self, digest: str, version: int) -> PolicyPlace:
+    def find(self, digest: str) -> PolicyPlace:
         """Look for a policy on this host. If it is there, it is staged; if not, this generator is to take it."""
         self.abandon()
         if self.serving.digest() == digest:
@@ -256,7 +256,7 @@ class PolicyCopies:
                     return PolicyPlace.HERE
             if any(map(self._is_being_filled, matching)):
                 return PolicyPlace.ELSEWHERE
-            self.staged = self._claimed(digest, version)
+            self.staged = self._claimed(digest)
             return PolicyPlace.NOWHERE
 
     def begin(self, *, changes: bool) -> None:
@@ -267,7 +267,7 @@ class PolicyCopies:
         """
         if self.staged is self.serving:
             with self._file.alone():
-                self.staged = self._claimed("", 0)
+                self.staged = self._claimed("")
         # To apply the last push's changes to the staged copy instead takes longer, even where 1 % has changed.
         self.staged.begin(self.serving if changes else None)
 
@@ -328,7 +328,7 @@ class PolicyCopies:
                     if copy := self._shared(slot):
                         return copy
                 if not any(map(self._is_being_filled, starts)):
-                    copy = self._claimed("", 0, is_start=True)
+                    copy = self._claimed("", is_start=True)
                     break
             time.sleep(LOOK_S)
         try:
@@ -365,13 +365,13 @@ class PolicyCopies:
         """The slots that this generator has not locked."""
         return [slot for slot in range(len(self._file)) if slot not in self._locked]
 
-    def _claimed(self, digest: str, version: int, *, is_start: bool = False) -> PolicyCopy:
+    def _claimed(self, digest: str, *, is_start: bool = False) -> PolicyCopy:
         """A copy in a slot that no other generator needs: the oldest one, or else a new one."""
         free = [slot for slot in self._others() if self._file.seize(slot)]
-        used = sorted((slot for slot in free if self._file.has_memory(slot)), key=self._age)
+        used = sorted((slot for slot in free if self._file.has_memory(slot)), key=self._filled_at)
         chosen = next(iter(used or free), None)
         # A generator that starts again is going to look for the newest one.
-        newest = max(range(len(self._file)), key=self._age, default=None)
+        newest = max(range(len(self._file)), key=self._filled_at, default=None)
         for slot in free:
             if slot in used and slot not in (chosen, newest):
                 self._file.drop(slot)
@@ -383,12 +383,13 @@ class PolicyCopies:
             self._file.seize(chosen)
         self._locked.add(chosen)
         copy = PolicyCopy(self._file, chosen, self.places)
-        copy.claim(digest, version, is_start=is_start)
+        copy.claim(digest, is_start=is_start)
         return copy
 
-    def _age(self, slot: int) -> tuple[bool, int]:
+    def _filled_at(self, slot: int) -> tuple[bool, float]:
+        """Whole policies after others, and by time: a run that is resumed may count its versions again."""
         note = self._file.map_note(slot)[0]
-        return bool(note["state"] == WHOLE), int(note["version"])
+        return bool(note["state"] == WHOLE), float(note["progress_s"])
 
     def _run(self, name: str, offset: int, num_elements: int) -> NDArray[np.unsignedinteger[Any]]:
         """A run of a staged tensor's elements."""

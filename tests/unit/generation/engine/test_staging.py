@@ -135,7 +135,7 @@ from gspo.generation.engine.staging import PolicyPlace, PolicyCopies
 
 copies = PolicyCopies({tensors}, "bfloat16", Path({str(file)!r}))
 assert copies.serving.is_whole
-assert copies.find("next", 1) is PolicyPlace.NOWHERE
+assert copies.find("next") is PolicyPlace.NOWHERE
 copies.begin(changes=True)
 copies.write("a", 0, b"12")
 print("begun", flush=True)
@@ -143,10 +143,10 @@ signal.pause()
 """
     with subprocess.Popen([sys.executable, "-c", begun], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"begun\n"
-        assert copies.find("next", 1) is PolicyPlace.ELSEWHERE
+        assert copies.find("next") is PolicyPlace.ELSEWHERE
         other.kill()
         other.wait()
-    assert copies.find("next", 1) is PolicyPlace.NOWHERE
+    assert copies.find("next") is PolicyPlace.NOWHERE
     copies.begin(changes=True)
     assert len(copies._file) == 2
     assert copies.staged_digest() == copies.serving_digest()
