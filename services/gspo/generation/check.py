@@ -41,7 +41,7 @@ _PLAIN = {SHARE_ARGUMENT, CACHE_ARGUMENT, "enforce_eager"}
 _NEED_TORCHVISION = {
     *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration"),
     *("Qwen3_5MoeForConditionalGeneration", "Qwen4ExpForCausalLM", "Glm5NextForCausalLM", "HCXVisionV2ForCausalLM"),
-    *("MiniMaxM3SparseForCausalLM", "MuseGlimmerForCausalLM"),
+    *("MiniMaxM3SparseForCausalLM", "MuseGlimmerForCausalLM", "Gemma3ForConditionalGeneration"),
 }
 
 

@@ -104,6 +104,7 @@ def test_a_profile_is_counted_once(folder: Path, cache: Path, profile: ModelProf
         (None, "has no config.json"),
         ('{"model_type": "nonsense"}', "makes no causal language model of its config.json .*nonsense"),
         ("{", "makes no causal language model of its config.json"),
+        ('{"model_type": "mpt", "n_heads": 3}', r"its config.json \((?!.*File )\w+Error: "),
     ],
 )
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, text: str | None, message: str) -> None:

@@ -131,11 +131,15 @@ def test_a_model_that_transformers_does_not_know(folder: Path) -> None:
 
 
 def test_a_model_for_images_is_refused_by_that_reason_also_by_a_plan(folder: Path) -> None:
-    edit(folder / "config.json", model_type="qwen3_vl", vision_config={"depth": 2})
-    sentence = "is a model of type 'qwen3_vl' for images or sound beside text, and gspo trains text alone"
-    assert sentence in refused(folder).rule
-    with pytest.raises(InputError, match=sentence):
-        profile_model(folder)
+    for kind, parts in (
+        ("qwen3_vl", {"vision_config": {"depth": 2}}),
+        ("qwen3_omni_moe", {"vision_config": None, "thinker_config": {"audio_config": {"d_model": 2}}}),
+    ):
+        edit(folder / "config.json", model_type=kind, **parts)
+        sentence = f"is a model of type '{kind}' for images or sound beside text, and gspo trains text alone"
+        assert sentence in refused(folder).rule
+        with pytest.raises(InputError, match=sentence):
+            profile_model(folder)
 
 
 def lora(*names: str) -> dict[str, Any]:

@@ -43,7 +43,9 @@ class EvaluationConfig(Section):
     )
     num_answers: PositiveInt = Field(4, description="Sampled answers to each prompt")
     temperature: Temperature | None = Field(
-        None, description="Temperature of these answers; null: that of training, by source"
+        None,
+        description="Temperature of these answers, above 0: greedy answers are apart; null: that of training, by "
+        "source",
     )
     top_p: float | None = Field(
         None,

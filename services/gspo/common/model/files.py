@@ -223,7 +223,8 @@ def refuse_media_model(model: str, facts: Mapping[str, Any]) -> None:
         InputError: Names its type, by its config.json.
     """
     kind = facts.get("model_type")
-    has_media = any(isinstance(facts.get(f"{sense}_config"), dict) for sense in ("vision", "audio"))
+    parts = [facts, *(part for part in facts.values() if isinstance(part, dict))]
+    has_media = any(isinstance(part.get(f"{sense}_config"), dict) for part in parts for sense in ("vision", "audio"))
     if has_media and kind not in causal_model_types():
         rule = f"{model} is a model of type {kind!r} for images or sound beside text, and gspo trains text alone"
         raise InputError("model.path", rule, "Take a model of text, such as Qwen3")

@@ -162,7 +162,14 @@ def _count(folder: Path, trust_remote_code: bool) -> str:
         raise InputError(str(folder), rule, "Try again on a machine that is less busy") from error
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        reason = " ".join(done.stderr.strip().splitlines()[-_LAST_LINES:])
+        reason = " ".join(_error_lines(done.stderr))
         rule = f"transformers makes no causal language model of its config.json ({reason})"
         raise InputError(str(folder), rule, "Correct the file, or name a model that transformers knows")
     return lines[-1]
+
+
+def _error_lines(stderr: str) -> list[str]:
+    """The error's own lines: those behind a traceback's indented ones."""
+    lines = stderr.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    return lines[max(frames, default=-1) + 1 :][-_LAST_LINES:]
