@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,18 +134,26 @@ def test_a_joined_node_is_used_and_a_lost_head_ends_the_run(gspo: Gspo, cluster:
         InputError, match=rf"{num_cpus - 1} more need {num_cpus - 1} CPU, and \d of {num_cpus} are free"
     ):
         scale(gspo.run_dir, f"generation={num_cpus + 2}")
-    cluster.add("joined", num_cpus=8)
-    assert scale(gspo.run_dir, f"generation={num_cpus}").startswith(
-        f"generation: 3 -> {num_cpus}; starting generation-3"
-    )
-    until(lambda: gspo.starts(f"generation-{num_cpus - 1}"), "the generators on the joined node")
+    # A node with another gspo gets the last one, which waits until it gets another place.
+    number = num_cpus - 1
+    other = gspo.folder / "other" / "gspo-0.0.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: gspo\nVersion: 0.0.1\n")
+    cluster.add("other", {"PYTHONPATH": os.pathsep.join([str(other.parent), *sys.path])}, num_cpus=1)
+    assert scale(gspo.run_dir, f"generation={number}").startswith(f"generation: 3 -> {number}; starting generation-3")
+    until(lambda: len(list(gspo.run_dir.glob("generation-*.starts"))) == number - 1, "all generators but one")
+    time.sleep(10)
+    cluster.lose("other")
+    cluster.add("joined", num_cpus=1)
+    until(lambda: len(list(gspo.run_dir.glob("generation-*.starts"))) == number, "the last generator")
     scale(gspo.run_dir, "generation=3")
     until(lambda: not processes_with("--name generation-3", gspo.folder), "the end of those that are too many")
     cluster.lose_head()
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     words = r"error: the head of the Ray cluster \(127\.0\.0\.10:\d+\) has not answered for 2\d s: .*"
+    assert re.search(r"generation-\d cannot start there, and waits: .* has gspo 0\.0\.1", printed), printed
     command = f"Continue it:\n  gspo run --resume {gspo.run_dir} --cluster ray\n"
     assert re.search(words + re.escape(command), printed), printed
-    assert "rpc_client" not in printed, "Ray's own end comes first"
+    assert "GCS may have been killed" not in printed, "Ray's own end comes first"
     until(lambda: not gspo.remaining(), "the end of all processes")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,13 +36,20 @@ class RayNodesHere:
         self.num_cpus: dict[str, int] = {}
         self._variables, self._num_started = variables, 0
 
-    def add(self, name: str, **resources: float) -> None:
-        """Start a node, and wait until it is there."""
+    def add(self, name: str, variables: Mapping[str, str] | None = None, **resources: float) -> None:
+        """Start a node, and wait until it is there.
+
+        Args:
+            variables: Of its environment alone.
+        """
         address = f"127.0.0.{10 + self._num_started}"
         self._num_started += 1
         self.num_cpus[name] = int(resources["num_cpus"])
         self._nodes[name] = self._cluster.add_node(
-            node_ip_address=address, node_name=name, env_vars={}, **{"include_dashboard": False, **resources}
+            node_ip_address=address,
+            node_name=name,
+            env_vars=dict(variables or {}),
+            **{"include_dashboard": False, **resources},
         )
 
     @property
@@ -69,8 +77,10 @@ class RayNodesHere:
         self._cluster.head_node.kill_gcs_server()
 
     def find_head(self) -> None:
-        """Start it again, with the state that it kept."""
+        """Start it again, with the state that it kept, and wait until it answers."""
         self._cluster.head_node.start_gcs_server()
+        host, _, port = self._cluster.address.rpartition(":")
+        until(lambda: _answers(host, int(port)), "an answer of the head")
 
     def close(self) -> None:
         """End every node."""
@@ -104,12 +114,20 @@ def ray_cluster(**nodes: Mapping[str, float]) -> Iterator[RayNodesHere]:
         cluster = RayNodesHere(variables)
         try:
             for name, resources in nodes.items():
-                cluster.add(name, **resources)
+                cluster.add(name, None, **resources)
             yield cluster
         finally:
             cluster.close()
             shutil.rmtree(folder, ignore_errors=True)
     _reread_variables()
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _reread_variables() -> None:

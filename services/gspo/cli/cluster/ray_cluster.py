@@ -73,6 +73,7 @@ class RayCluster:
         self.ray = _connected(namespace)
         self.own_id = str(self.ray.get_runtime_context().get_node_id())
         self._surveyed: dict[str, ClusterNode] = {}
+        self._folder = Path()
         self.head = str(self.ray.get_runtime_context().gcs_address)
         self._answered = time.monotonic()
 
@@ -135,24 +136,37 @@ class RayCluster:
             InputError: A node does not answer, has another installation, or sees another disk.
         """
         nodes = [node for node in self.nodes() if node.id == self.own_id or node.num_cpus or node.num_gpus]
-        nonce, file = uuid.uuid4().hex, folder / _NONCE_NAME
+        self._folder = folder
+        surveyed = self._judged(nodes)
+        node_survey.check_gpus([node.as_planned() for node in surveyed])
+        self._surveyed = {node.id: node for node in surveyed}
+        return surveyed
+
+    def _judged(self, nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
+        """The nodes, that of this process first, with their facts.
+
+        Raises:
+            InputError: One is not fit.
+        """
+        nonce, file = uuid.uuid4().hex, self._folder / _NONCE_NAME
         file.write_text(nonce)
         try:
             answers = self._answers(nodes, file)
         finally:
             file.unlink()
-        node_survey.judge([node.name for node in nodes], nodes[0].name, folder, nonce, answers)
-        surveyed = [replace(node, facts=answers[node.name]) for node in nodes]
-        node_survey.check_gpus([node.as_planned() for node in surveyed])
-        self._surveyed = {node.id: node for node in surveyed}
-        return surveyed
+        node_survey.judge([node.name for node in nodes], nodes[0].name, self._folder, nonce, answers)
+        return [replace(node, facts=answers[node.name]) for node in nodes]
 
     def node(self, node_id: str) -> ClusterNode:
-        """A node by its id; without facts if it joined after the survey."""
-        if known := self._surveyed.get(node_id):
-            return known
-        joined = {node.id: node for node in self.nodes()}
-        return joined.get(node_id, ClusterNode(node_id, node_id[:6], "", 0.0, 0))
+        """A node by its id; one that joined after the survey is looked at first.
+
+        Raises:
+            InputError: It is not fit.
+        """
+        if node_id not in self._surveyed:
+            joined = [node for node in self.nodes() if node.id in (self.own_id, node_id)]
+            self._surveyed |= {node.id: node for node in self._judged(joined)}
+        return self._surveyed.get(node_id, ClusterNode(node_id, node_id[:6], "", 0.0, 0))
 
     def _answers(self, nodes: Sequence[ClusterNode], file: Path) -> dict[str, dict[str, Any]]:
         ray = self.ray

@@ -172,7 +172,7 @@ class RayNodes:
             NodeLostError: No process of the service has had a place for run.start_timeout_s.
         """
         reservation = self._of_process[process]
-        asking = asyncio.create_task(reservation.seats(process))
+        asking = asyncio.create_task(self._asked(reservation, process))
         since = time.monotonic()
         last_line_s = since - _SAY_S + _LOOK_S
         self._waiting[process] = since
@@ -186,6 +186,18 @@ class RayNodes:
         finally:
             asking.cancel()
             del self._waiting[process]
+
+    async def _asked(self, reservation: Reservation, process: str) -> Sequence[Seat]:
+        """The places of a process; again and again while a node is not fit, such as one that has come back empty."""
+        before = ""
+        while True:
+            try:
+                return await reservation.seats(process)
+            except (InputError, RunError) as error:
+                if str(error) != before:
+                    self._say(f"{process} cannot start there, and waits: {error}")
+                before = str(error)
+                await asyncio.sleep(_LOOK_S)
 
     def _check_service(self, process: str) -> None:
         service = process.rpartition("-")[0]

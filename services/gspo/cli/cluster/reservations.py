@@ -110,11 +110,12 @@ class Reservation:
 
         Raises:
             RunError: Actors die at their start.
+            InputError: A node that has joined is not fit.
         """
         async with self._lock:
             work = (self._facts(at) for at in range(len(self.demand.bundles)))
             facts = await asyncio.gather(*work)
-        nodes = [self._cluster.node(str(of_actor["node_id"])) for of_actor in facts]
+        nodes = [await asyncio.to_thread(self._cluster.node, str(of_actor["node_id"])) for of_actor in facts]
         of_bundles = [gpus_of(node.facts, of_actor["gpus"]) for node, of_actor in zip(nodes, facts, strict=True)]
         placements = self._placements(of_bundles)
         ranks = {"PET_NNODES": len(nodes), "PET_MASTER_ADDR": nodes[0].address, "PET_MASTER_PORT": facts[0]["port"]}
