@@ -173,6 +173,9 @@ def _same_digests(run: FinishedRun) -> Iterator[str]:
             yield f"{path.name} served version {event['version']} with digest {event['digest']}"
     if not loaded:
         yield "no generator loaded anything"
+    for path in (run.run_dir / "services").glob("learner-*.log"):
+        if '"generators_differ"' in path.read_text(errors="replace"):
+            yield f"{path.name}: engines had different weights under one digest"
 
 
 def loaded_versions(run: FinishedRun) -> Iterator[tuple[Path, dict[str, Any]]]:

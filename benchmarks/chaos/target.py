@@ -306,7 +306,13 @@ class RunUnderTest:
                 "max_refill": 1000,
             },
             "staleness": {"max_lag": MAX_LAG, "group_deadline_s": 30.0, "max_attempts": MAX_ATTEMPTS},
-            "generation": {"max_rollouts": 32, "replicas": 2, "push_timeout_s": 5.0, "kv_cache_gb": 0.01},
+            "generation": {
+                "max_rollouts": 32,
+                "replicas": 2,
+                "push_timeout_s": 5.0,
+                "kv_cache_gb": 0.01,
+                "checksums_every": 1,
+            },
             "run": {
                 "directory": "disk",
                 "total_steps": total_steps,

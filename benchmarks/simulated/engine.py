@@ -112,6 +112,10 @@ class SimulatedEngine:
             if request.request_id == request_id:
                 self._end(request, self._num_sampled(request))
 
+    async def checksum(self, timeout_s: float) -> str:
+        """That of the weights of `version`."""
+        return str(self._keys[self.version])
+
     def num_sampled(self, request_id: str) -> int:
         """The number of tokens that an in-flight request has sampled so far; else 0."""
         request = self._find(request_id)

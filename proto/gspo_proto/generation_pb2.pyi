@@ -273,6 +273,7 @@ class PushResult(_message.Message):
     LOAD_S_FIELD_NUMBER: _builtins.int
     RESUME_S_FIELD_NUMBER: _builtins.int
     PULLED_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     digest: _builtins.str
     stage_s: _builtins.float
@@ -281,6 +282,8 @@ class PushResult(_message.Message):
     resume_s: _builtins.float
     pulled_bytes: _builtins.int
     """of frames from the header's sources"""
+    checksum: _builtins.str
+    """of the weights in the engine, every generation.checksums_every versions"""
     def __init__(
         self,
         *,
@@ -291,10 +294,11 @@ class PushResult(_message.Message):
         load_s: _builtins.float = ...,
         resume_s: _builtins.float = ...,
         pulled_bytes: _builtins.int = ...,
+        checksum: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "load_s", b"load_s", "pause_s", b"pause_s", "pulled_bytes", b"pulled_bytes", "resume_s", b"resume_s", "stage_s", b"stage_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "digest", b"digest", "load_s", b"load_s", "pause_s", b"pause_s", "pulled_bytes", b"pulled_bytes", "resume_s", b"resume_s", "stage_s", b"stage_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,12 +61,14 @@ class StandInEngine:
         may_load: A load stands still, as one that has paused the engine, until it is set.
         loading: Set during a load.
         refusing: Whether loads fail.
+        flaws: Loads after which the engine has other weights than those of the policy.
         is_asleep, may_sleep: Whether it sleeps; it falls asleep once it may.
         history: Its sleeps, and its wakes with their versions.
     """
 
     def __init__(self) -> None:
         self.version, self.load_s, self.refusing = 0, 0.0, False
+        self.flaws, self.num_loads = 0, 0
         self.is_asleep, self.may_sleep, self.history = False, asyncio.Event(), list[str]()
         self.may_sleep.set()
         self.may_load, self.loading = asyncio.Event(), asyncio.Event()
@@ -85,7 +87,11 @@ class StandInEngine:
             raise LoadFailedError(f"version {version} did not load")
         copies.promote()
         self.version = version
+        self.num_loads += 1
         return LoadTimes(0.0, self.load_s, 0.0)
+
+    async def checksum(self, timeout_s: float) -> str:
+        return f"{self.version}, flaw {self.num_loads}" if self.num_loads <= self.flaws else str(self.version)
 
     async def sleep(self, *, on_update: str, timeout_s: float) -> None:
         await self.may_sleep.wait()

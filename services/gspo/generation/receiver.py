@@ -278,6 +278,7 @@ class Receiver:
         self.digest = header.digest
         metrics.GENERATOR_VERSION.set(header.version)
         metrics.PUSH_PAUSE_SECONDS.observe(sum(astuple(times)))
+        checksum = await self._checksum(header)
         self._on_loaded()
         log.info("version_loaded", version=header.version, digest=header.digest[:12], stage_s=round(staged_s, 4))
         return PushResult(
@@ -285,8 +286,17 @@ class Receiver:
             digest=header.digest,
             stage_s=staged_s,
             pulled_bytes=self._pulled_bytes,
+            checksum=checksum,
             **asdict(times),
         )
+
+    async def _checksum(self, header: PushHeader) -> str:
+        """That of the loaded weights, if this version is one of those that are compared."""
+        every = self._config.checksums_every
+        if not every or header.version % every:
+            return ""
+        with self._ending_if_broken():
+            return await self._engine.checksum(self._load_limit.seconds(header.num_bytes))
 
     @contextmanager
     def _ending_if_broken(self) -> Iterator[None]:

@@ -295,6 +295,7 @@ async def test_a_failed_load_leaves_the_old_weights_serving(generator: SharedEng
     engine, copies = generator.engine, generator.copies
     version, digest = engine.version, copies.serving_digest()
     stage(copies, make_tiny_model(tmp_path / "new", seed=99, scale=4.0))
+    checksum = await engine.checksum(60)
     tasks = await running(engine, sampling(300, ignore_eos=True))
     # In the middle of the second layer, when the first has taken its new weights already.
     good = copies.staged.update_info
@@ -310,7 +311,9 @@ async def test_a_failed_load_leaves_the_old_weights_serving(generator: SharedEng
     delta = difference(Reference.load(generator.folder), PROMPTS, completions)
     assert np.abs(delta).max() < 1e-4
     # And the next good push loads.
+    assert await engine.checksum(60) == checksum
     await engine.load(version + 1, copies, on_update="recompute", timeout_s=60)
+    assert await engine.checksum(60) != checksum
     delta = difference(Reference.load(tmp_path / "new"), PROMPTS, await answers(engine, sampling(60)))
     assert delta.std() < 1e-5
     generator.folders.append(tmp_path / "new")

@@ -254,12 +254,11 @@ async def test_all_groups_of_a_killed_generator_are_taken_over_at_once(running: 
 async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGenerator, redis_url: str) -> None:
     """A second process takes the task, while the first one stands still, and is killed in the middle of it."""
     redis, keys, process = running.redis, running.keys, running.process
-    newest = await describe(running)
+    policy = policy_of(Path(running.config.model.path), (await describe(running)).version + 1, scale=1.4)
+    await push(running, policy, epoch=5)
     with service_process("generation", running.config, redis_url, "--name", "doomed") as doomed:
         instance = await named(doomed, redis, keys, "doomed")
-        policy = policy_of(Path(running.config.model.path), newest.version, scale=1.4)
-        assert policy.digest == newest.digest
-        await push(replace(running, instance=instance), policy, epoch=newest.epoch)
+        await push(replace(running, instance=instance), policy, epoch=5)
         os.kill(process.pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(0.3)  # a read that it has begun is over by now
@@ -275,7 +274,7 @@ async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGe
         assert kept >= running.config.generation.save_tokens // 2
         assert list(rollout.token_ids[:kept]) == list(state.token_ids)
         assert list(rollout.logp[:kept]) == list(state.logp)
-        assert list(rollout.version[:kept]) == list(state.version) == [newest.version] * kept
+        assert list(rollout.version[:kept]) == list(state.version) == [policy.version] * kept
     model = AutoModelForCausalLM.from_pretrained(running.config.model.path, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         parameter.data *= 1.4 if "norm" in name else 1.0

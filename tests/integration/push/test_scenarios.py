@@ -204,3 +204,39 @@ async def test_a_generator_that_is_started_again_in_the_middle_of_a_pause_gets_e
             await learning.until(lambda: serve([again], policy(2)))
             assert [bool(header.base_digest) for header in again.headers] == [False, True]
             await learning.until(lambda: [live.version for live in learning.live] == [1, 2])
+
+
+async def test_engines_with_other_weights_under_one_digest_load_them_again(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run, checksums_every=2)
+    async with (
+        generator(config, redis_url, "generation-0") as flawed,
+        generator(config, redis_url, "generation-1") as sound,
+        generator(config, redis_url, "generation-2", gpus={"GPU-1": "of another kind"}) as other,
+        learner(config, redis_url) as learning,
+    ):
+        flawed.engine.flaws, other.engine.flaws = 2, 100
+        for version in (1, 2):
+            await learning.publish(policy(version))
+            await learning.until(partial(serve, [flawed, sound, other], policy(version)))
+            assert is_problem(learning, "") or version == 2
+        # The load of version 2 was the second of all; the next one puts it right, without a tensor on the wire.
+        await learning.until(lambda: flawed.engine.num_loads == 3 and sound.engine.num_loads == 3)
+        await learning.until(lambda: learning.states() == ["current"] * 3)
+        assert other.engine.num_loads == 2
+        assert (flawed.headers[-1].base_digest, flawed.headers[-1].version) == (policy(2).digest, 2)
+
+
+async def test_engines_that_stay_different_are_named(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, make_run, checksums_every=1)
+    reason = "have different weights under the digest of version 1"
+    async with (
+        generator(config, redis_url, "generation-0") as flawed,
+        generator(config, redis_url, "generation-1"),
+        learner(config, redis_url) as learning,
+    ):
+        flawed.engine.flaws = 1000
+        await learning.publish(policy(1))
+        for loads in (1, 2, 3):
+            await learning.until(lambda: flawed.engine.num_loads > loads and is_described(learning, reason))  # noqa: B023

@@ -115,6 +115,12 @@ class GenerationConfig(Section):
         description="Least time limit of a weight push, and of the load in the engine. It grows with the policy's "
         "bytes and the time of earlier pushes",
     )
+    checksums_every: int = Field(
+        0,
+        ge=0,
+        description="Compare the weights in all engines by checksums, every so many versions; 0: never. An engine "
+        "stands while it reads its weights",
+    )
     engine: FreeMapping = Field(default_factory=dict, description="Further engine arguments, with vLLM's names")
 
 

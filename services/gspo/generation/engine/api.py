@@ -108,5 +108,8 @@ class EngineLike(Protocol):
     async def wake(self, version: int, copies: PolicyCopies, *, timeout_s: float) -> LoadTimes:
         """Take the memory back and serve the staged copy as `version`."""
 
+    async def checksum(self, timeout_s: float) -> str:
+        """A checksum of the weights in the engine."""
+
     async def stop(self, timeout_s: float = 20.0) -> None:
         """End."""

@@ -6,6 +6,7 @@ A failed load never serves a mixture of weights: the old ones are restored, or t
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -312,6 +313,25 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a remote error of any kind; the caller restores or gives up
             return error
         return None
+
+    async def checksum(self, timeout_s: float) -> str:
+        """A checksum of the weights in the engine, in the form that its kernels take.
+
+        Engines of one kind of GPU with the same arguments have the same if their weights are equal.
+
+        Raises:
+            EngineBrokenError: There is no engine any more, or it does not answer in time.
+        """
+        self._raise_if_broken()
+        try:
+            async with asyncio.timeout(timeout_s):
+                ranks = await self._llm.compute_weight_checksums()
+        except TimeoutError as error:
+            raise self._break(f"vLLM did not give checksums of its weights within {timeout_s:.0f} s") from error
+        except EngineDeadError as error:
+            raise self._break("vLLM's processes have died") from error
+        tensors = sorted(item for rank in ranks for item in rank.items())
+        return hashlib.sha256(repr(tensors).encode()).hexdigest()
 
     def _request_state(self, request_id: str) -> Any:
         """vLLM's record of a running request; the first of two requests with one id."""

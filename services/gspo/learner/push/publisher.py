@@ -30,7 +30,7 @@ from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
 from gspo.learner.push.policy_weights import PolicyFacts, PolicyWeights, UpdateKind, WeightUpdate, push_header
 from gspo.learner.push.push_account import PushAccount
-from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica, PushFailedError
+from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica, LiveWeights, PushFailedError
 from gspo.learner.push.shifts import LearnerShifts
 from gspo.runlog.pushes import PushRecord
 from gspo_proto.generation_pb2 import PushResult
@@ -85,6 +85,7 @@ class Publisher:
         self._queue = SendQueue(service.config.generation.push_timeout_s)
         self._woken = asyncio.Event()
         self._account, self._accounted_version = PushAccount(record), -1
+        self._live_weights = LiveWeights()
         self.live_version, self.live_unix_s = -1, 0.0
 
     def publish(self, policy: PolicyWeights) -> None:
@@ -210,7 +211,7 @@ class Publisher:
 
     def _has(self, replica: GeneratorReplica, policy: PolicyFacts) -> bool:
         """Whether a generator serves this version, and does not only keep it in its sleep."""
-        return replica.serves(policy) and replica.instance.uid not in self._shifts.asleep
+        return replica.serves(policy) and not replica.must_reload and replica.instance.uid not in self._shifts.asleep
 
     def _note_awake(self, replica: GeneratorReplica) -> None:
         """A generator has woken; in the learner's shift this is old news, for it was put to sleep after that."""
@@ -256,7 +257,23 @@ class Publisher:
         metrics.PUSH_SECONDS.labels(kind).observe(duration_s)
         metrics.PUSH_BYTES.labels(kind).inc(num_sent)
         self._account.add_push(target.version, kind, num_sent, duration_s)
+        replica.must_reload = False
+        if other := self._live_weights.differing(replica, target.version, result.checksum):
+            self._have_reloaded((replica, other), target.version)
+            return
         await self._note_served(replica, target, result, num_sent)
+
+    def _have_reloaded(self, replicas: Sequence[GeneratorReplica], version: int) -> None:
+        """Two generators took the same version, and their engines have other weights: both load it again."""
+        names = " and ".join(replica.name for replica in replicas)
+        reason = f"the engines of {names} have different weights under the digest of version {version}"
+        log.error("generators_differ", version=version, reason=reason)
+        metrics.PUSH_FAILURES.labels("other_weights").inc()
+        self._account.add_failure(version, reason)
+        for replica in replicas:
+            replica.must_reload = True
+            replica.fall_behind()
+            replica.fail(reason)
 
     async def _note_failure(
         self, replica: GeneratorReplica, target: PolicyFacts, base: PolicyFacts | None, failure: PushFailedError

@@ -53,6 +53,7 @@ class GeneratorReplica:
         problem: Why the last push failed.
         num_failures: Pushes that failed since the last that succeeded.
         refuses: Whether it has refused this learner's policy as that of another model.
+        must_reload: Whether its engine may have other weights than its version's.
         not_before_s: When the next push may begin, by time.monotonic.
         behind_since_unix_s: When it was first seen without the newest version; None while it has it.
 
@@ -65,6 +66,7 @@ class GeneratorReplica:
         self.version, self.digest = int(instance.facts["version"]), str(instance.facts["digest"])
         self.pushing: asyncio.Task[None] | None = None
         self.problem, self.num_failures, self.not_before_s, self.refuses = "", 0, 0.0, False
+        self.must_reload = False
         self.behind_since_unix_s: float | None = None
         self._limit: asyncio.Timeout | None = None
 
@@ -182,6 +184,31 @@ class GeneratorReplica:
         if self.pushing:
             self.pushing.cancel()
         await self._channel.close(None)
+
+
+class LiveWeights:
+    """Compares the weights in the engines, which could differ after a load although the digests are equal.
+
+    It has the checksums of the newest version that has some. Engines on other kinds of GPUs have other kernels, and so
+    another form of the same weights.
+    """
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._first: dict[tuple[str, ...], tuple[GeneratorReplica, str]] = {}
+
+    def differing(self, replica: GeneratorReplica, version: int, checksum: str) -> GeneratorReplica | None:
+        """A generator whose engine has other weights than this one's; both are to load theirs again."""
+        if not checksum:
+            return None
+        if version != self._version:
+            self._version, self._first = version, {}
+        kinds = tuple(sorted(replica.instance.facts.get("gpus", {}).values()))
+        other, expected = self._first.setdefault(kinds, (replica, checksum))
+        if checksum == expected:
+            return None
+        del self._first[kinds]
+        return other
 
 
 @contextmanager
