@@ -197,7 +197,7 @@ async def test_pushes_take_hold_or_change_nothing(running: RunningGenerator) -> 
     with pytest.raises(PushFailedError) as wrong_base:
         await push(running, policy_of(model, 3), base=first)
     assert wrong_base.value.status == grpc.StatusCode.FAILED_PRECONDITION
-    broken = replace(second, version=4, digest=first.digest)
+    broken = replace(second, version=4, digest="lin64:" + 64 * "0")
     with pytest.raises(PushFailedError) as wrong_digest:
         await push(running, broken)
     assert wrong_digest.value.status == grpc.StatusCode.DATA_LOSS

@@ -79,8 +79,9 @@ def traces():
         seen["listening"] = sum(" 0A " in line for line in open("/proc/net/tcp"))
         for name in ("sysvipc/shm", "sysvipc/sem", "sysvipc/msg"):
             seen[name] = open("/proc/" + name).read()
-        # Without their numbers, which count locks of the whole machine.
-        seen["locks"] = [line.partition(":")[2] for line in open("/proc/locks")]
+        # Without their numbers, which count locks of the whole machine, and without those of open file descriptions,
+        # which belong to no process: every namespace lists those of the whole machine.
+        seen["locks"] = [line.partition(":")[2] for line in open("/proc/locks") if "OFDLCK" not in line]
         seen["unix"] = sorted(" ".join(line.split()[7:]) for line in list(open("/proc/net/unix"))[1:])
         import colorsys, tempfile
         seen["imports"] = [colorsys.__file__, tempfile.gettempdir()]

@@ -144,13 +144,16 @@ def addresses(run_dir: Path) -> dict[str, str]:
 
 
 def documented_commands() -> list[str]:
-    """Every command in the shell blocks of the pages, in their order."""
+    """Every command in the shell blocks of the pages, in their order.
+
+    `gspo scale` would start engines for the other tests of the run; tests/integration/cli/test_scale.py has it.
+    """
     blocks = [
         block
         for page in PAGES
         for block in re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
     ]
-    return [line for block in blocks for line in block.splitlines() if line]
+    return [line for block in blocks for line in block.splitlines() if line and not line.startswith("gspo scale")]
 
 
 def _coordinator_of(process: subprocess.Popen[bytes], run_dir: Path, num_groups: int) -> str:
