@@ -18,21 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
+
+log = structlog.get_logger()
 
 _UNIT = mmap.ALLOCATIONGRANULARITY
 # struct flock, for locks of an open file description, which the kernel keeps for each byte.
 _FLOCK = "hhqqq"
 EMPTY, FILLING, WHOLE = range(3)
-# The lock of the choice of a slot.
-_CHOICE = 1 << 40
+# The lock of the choice of a slot, and one that is only tried.
+_CHOICE, _TRIAL = 1 << 40, 1 << 41
 
 
 class PolicyFile:
     """Slots of one size.
 
     Args:
-        path: The file, of other generators too; None makes one for this process. So does a file of another layout.
+        path: The file, of other generators too; None makes one for this process. So does a file of another layout, and
+            one that this process cannot open or lock.
         layout: Identifies what a slot has: a hexadecimal number.
         policy_bytes: Of the elements of a policy.
         num_tensors: Of a policy, for their fingerprints.
@@ -51,7 +55,9 @@ class PolicyFile:
         )
         self._policy_bytes = -(-max(policy_bytes, 1) // _UNIT) * _UNIT
         self._slot_bytes = self._policy_bytes + -(-self._note.itemsize // _UNIT) * _UNIT
-        self._file = _opened(path, f"{layout} {self._slot_bytes}\n".encode())
+        common = _opened(path, f"{layout} {self._slot_bytes}\n".encode()) if path is not None else None
+        self._is_common = common is not None
+        self._file = os.memfd_create("gspo-policies") if common is None else common
 
     def __len__(self) -> int:
         """Slots that were ever used."""
@@ -134,19 +140,35 @@ class PolicyFile:
         os.close(self._file)
 
     def _lock(self, slot: int, kind: int) -> bool:
-        try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, slot, 1, 0))
-        except (BlockingIOError, PermissionError):
-            return False
+        if self._is_common:
+            try:
+                _set_lock(self._file, slot, kind)
+            except (BlockingIOError, PermissionError):
+                return False
         return True
 
 
-def _opened(path: Path | None, layout: bytes) -> int:
-    if path is not None:
+def _opened(path: Path, layout: bytes) -> int | None:
+    """The file in common; None if it has another layout, or cannot be opened or locked here."""
+    try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        log.warning("policies_apart", reason=f"{path}: {error.strerror}")
+        return None
+    try:
+        # Some kernels in user space have no such locks.
+        _set_lock(file, _TRIAL, fcntl.F_RDLCK)
         if not os.pread(file, len(layout), 0):
             os.pwrite(file, layout, 0)
         if os.pread(file, len(layout), 0) == layout:
             return file
-        os.close(file)
-    return os.memfd_create("gspo-policies")
+        reason = "it has policies of another model"
+    except OSError as error:
+        reason = f"it cannot be locked: {error.strerror}"
+    os.close(file)
+    log.warning("policies_apart", reason=f"{path}: {reason}")
+    return None
+
+
+def _set_lock(file: int, slot: int, kind: int) -> None:
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, slot, 1, 0))

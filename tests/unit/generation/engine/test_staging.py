@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -150,5 +152,24 @@ signal.pause()
     copies.begin(changes=True)
     assert len(copies._file) == 2
     assert copies.staged_digest() == copies.serving_digest()
+    copies.close()
+    os.close(number)
+
+
+@pytest.mark.parametrize("trouble", ["no such file", "no locks"])
+def test_without_a_file_in_common_a_generator_has_its_own(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = os.memfd_create("policies")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    if trouble == "no locks":
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
+    copies = PolicyCopies({"a": (4,)}, "bfloat16", Path("/proc/self/fd", str(number if trouble == "no locks" else 999)))
+    assert copies.find("next") is PolicyPlace.NOWHERE
+    copies.begin(changes=True)
+    copies.write("a", 0, bytes(8))
+    copies.promote()
+    assert os.fstat(number).st_size == 0
     copies.close()
     os.close(number)
