@@ -23,7 +23,7 @@ from gspo.cli.monitor.view import ScreenLine, ServiceProcess, View
 from gspo.cli.processes.child import Program
 from gspo.cli.processes.gpu_locks import lock_gpus
 from gspo.cli.processes.placement import Placement
-from gspo.cli.processes.programs import Job, process_names
+from gspo.cli.processes.programs import Job
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.rundir.open_run import connect_once, open_run
 from gspo.cli.rundir.start import is_run_dir_locked, write_supervisor_facts
@@ -123,11 +123,11 @@ class Scaling:
             InputError: It cannot be done.
         """
         self._check(service, number)
-        before = self._names(self._job)
+        before = self._job.names
         config = self._job.config.with_keys(**{service: {"replicas": number}})
         job = replace(self._job, config=config)
-        added = [name for name in self._names(job) if name not in before]
-        dropped = [name for name in before if name not in self._names(job)]
+        added = [name for name in job.names if name not in before]
+        dropped = [name for name in before if name not in job.names]
         if still := [name for name in added if name in self._supervisor.children]:
             raise InputError(
                 f"{service}={number}", f"{', '.join(still)} has not ended yet", "Try again in some seconds"
@@ -155,9 +155,6 @@ class Scaling:
                 "generators share the learner's GPUs (placement: shared), all of which have one",
                 "Change learner.ranks and generation.replicas, and resume the run",
             )
-
-    def _names(self, job: Job) -> list[str]:
-        return process_names(job.config, job.services)
 
     async def _with_places(self, job: Job, service: str, added: Sequence[str]) -> Job:
         """The job with places for new processes.
@@ -208,5 +205,5 @@ class Scaling:
         self._say(ScreenLine(f"{', '.join(names)} ended"))
 
     def _write_counts(self) -> None:
-        counts = Counter(name.rpartition("-")[0] for name in self._names(self._job))
+        counts = Counter(name.rpartition("-")[0] for name in self._job.names)
         write_supervisor_facts(self._job.run_dir, self._redis_url, **counts)
