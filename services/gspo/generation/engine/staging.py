@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -249,15 +249,11 @@ class PolicyCopies:
         if self.serving.digest() == digest:
             return PolicyPlace.HERE
         with self._file.alone():
-            matching = [slot for slot in self._others() if self._file.map_note(slot)[0]["digest"] == digest.encode()]
-            for slot in matching:
-                if copy := self._shared(slot):
-                    self.staged = copy
-                    return PolicyPlace.HERE
-            if any(map(self._is_being_filled, matching)):
-                return PolicyPlace.ELSEWHERE
-            self.staged = self._claimed(digest)
-            return PolicyPlace.NOWHERE
+            place, copy = self._located(lambda note: note["digest"] == digest.encode())
+            if place is PolicyPlace.NOWHERE:
+                copy = self._claimed(digest)
+        self.staged = copy or self.serving
+        return place
 
     def begin(self, *, changes: bool) -> None:
         """Stage changes to `serving`, or whole tensors. A tensor that is left out changes the digest.
@@ -323,20 +319,28 @@ class PolicyCopies:
         """The policy of the model folder, if another generator has read it or does so now; else one of zeros."""
         while True:
             with self._file.alone():
-                starts = [slot for slot in self._others() if self._file.map_note(slot)[0]["is_start"]]
-                for slot in starts:
-                    if copy := self._shared(slot):
-                        return copy
-                if not any(map(self._is_being_filled, starts)):
+                place, copy = self._located(lambda note: bool(note["is_start"]))
+                if place is PolicyPlace.NOWHERE:
                     copy = self._claimed("", is_start=True)
-                    break
+            if copy is not None:
+                break
             time.sleep(LOOK_S)
+        if place is PolicyPlace.HERE:
+            return copy
         try:
             copy.begin(None)
         except StagingError as error:
             raise _not_enough_memory(2 * self.num_bytes, str(error)) from error
         copy.fingerprints = dict.fromkeys(self.places, Fingerprint())  # of zeros
         return copy
+
+    def _located(self, is_it: Callable[[Any], bool]) -> tuple[PolicyPlace, PolicyCopy | None]:
+        """Where a policy with such a note is; one that is here is locked for reading."""
+        slots = [slot for slot in self._others() if is_it(self._file.map_note(slot)[0])]
+        for slot in slots:
+            if copy := self._shared(slot):
+                return PolicyPlace.HERE, copy
+        return PolicyPlace.ELSEWHERE if any(map(self._is_being_filled, slots)) else PolicyPlace.NOWHERE, None
 
     def _shared(self, slot: int) -> PolicyCopy | None:
         """The whole policy of a slot, locked for reading; None if it has none."""
