@@ -25,8 +25,9 @@ from gspo.common.host.process_tuning import keep_freed_memory
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer, open_channel
 from gspo.common.weights.changes import apply_changes, pack_changes
 from gspo.common.weights.manifest import policy_digest
-from gspo.learner.push.policy_weights import FRAME_BYTES, PolicyWeights, WeightUpdate
+from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.replicas import push_weights
+from gspo.learner.push.weight_updates import FRAME_BYTES, WeightUpdate
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 

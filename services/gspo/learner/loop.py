@@ -117,7 +117,9 @@ class Learner:
             on_end=self.intake.wake,
         )
         self.tokens = TokenAccount(service, run_dir)
-        self.versions = VersionPipeline(run_dir, self.trainer, self.publisher, recovered.weights, self.intake.wake)
+        self.versions = VersionPipeline(
+            run_dir, self.trainer, self.publisher, self._clock, recovered.weights, self.intake.wake
+        )
         self._trained_version = recovered.weights.version
         # Whether something waits for the version of the last step.
         self._is_awaited = False
@@ -175,14 +177,14 @@ class Learner:
         newest = self.versions.newest
         unmeasured = await asyncio.to_thread(self._gate.begin, newest)
         await self._save_candidate()
-        self._publish(unmeasured or newest)
+        self.versions.publish(unmeasured or newest)
         self._service.problems.clear()
         metrics.STEP_TIMESTAMP.set_to_current_time()
         log.info("learner_ready", version=newest.version, digest=newest.digest[:12], epoch=self._run_dir.epoch)
         if unmeasured is not None:
             log.info("measures_earlier_version", version=unmeasured.version)
             await self._wait_for_evaluations(unmeasured.version)
-            self._publish(newest)
+            self.versions.publish(newest)
 
     def _reason_to_end(self) -> str:
         return self._end.reason(self._trained_version, self._trained_s)
@@ -241,10 +243,10 @@ class Learner:
         await self._hold(step)
         figures = trained.metrics | self._clock.end_step(step) | self.intake.untrained.take_metrics()
         self._trained_version, self._trained_s = step, self._trained_s + figures["step_s"]
-        self.versions.report(step, partial(self._publish_step, batch, trained.tokens, figures))
+        self.versions.finish_with(step, partial(self._report_step, batch, trained.tokens, figures))
         self._is_awaited = is_awaited or self.checkpoints.is_due(step)
 
-    async def _publish_step(
+    async def _report_step(
         self,
         batch: Batch,
         tokens: Sequence[TokenRecord],
@@ -252,17 +254,9 @@ class Learner:
         weights: PolicyWeights,
         overlapped_s: float,
     ) -> None:
-        """Publish the version of a step, and report the step."""
-        # Generators wait for the weights; nothing waits for the report.
-        self._publish(weights)
         await asyncio.to_thread(self._run_dir.steplog.write_tokens, batch.step, tokens)
         await self._report.report(batch, weights.digest, {**figures, "version_beside_s": overlapped_s})
         await self.tokens.record(batch.step)
-
-    def _publish(self, weights: PolicyWeights) -> None:
-        """Push a version to every generator, beside the next step."""
-        self._clock.publish(weights.version)
-        self.publisher.publish(weights)
 
     def _is_version_awaited(self, step: int) -> bool:
         """Whether the version of a step is on record before the next step begins: also where something needs it."""

@@ -20,7 +20,8 @@ from gspo.common.model.trained_parameters import trained_size
 from gspo.common.planning.longest import fitting_micro_batch, needs_checkpointing
 from gspo.common.planning.memory import RankMemory, rank_memory, reserved_bytes
 from gspo.learner.model.profile import profile
-from gspo.learner.push.policy_weights import PACKING_THREADS, PolicyWeights, WeightUpdate
+from gspo.learner.push.policy_weights import PolicyWeights
+from gspo.learner.push.weight_updates import PACKING_THREADS, WeightUpdate
 from gspo.learner.training.trainer import Trainer
 from tests.gpu.catalogue import PARTS
 from tests.gpu.learner_calls import learner_config, random_rows

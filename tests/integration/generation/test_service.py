@@ -29,8 +29,9 @@ from gspo.common.streams.instances import Instance, list_instances, wait_for_ins
 from gspo.common.streams.keys import Keys
 from gspo.common.streams.redis_client import connect_redis
 from gspo.common.streams.saved_states import DONE
-from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, push_header, weights_from
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.push.replicas import GeneratorReplica, PushFailedError
+from gspo.learner.push.weight_updates import WeightUpdate, push_header
 from gspo_proto.generation_pb2 import (
     DescribeRequest,
     GenerateRequest,

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from gspo.generation.engine import staging
 from gspo.learner.push import replicas
-from gspo.learner.push.policy_weights import push_header
+from gspo.learner.push.weight_updates import push_header
 from gspo_proto.generation_pb2 import WeightFrame
 from tests.support import push_peers
 from tests.support.push_peers import (

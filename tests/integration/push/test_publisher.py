@@ -19,8 +19,9 @@ from gspo.common.errors import InputError
 from gspo.common.telemetry import metrics
 from gspo.common.weights.changes import pack_changes
 from gspo.generation.receiver import PushRefusedError, Receiver
-from gspo.learner.push import policy_weights, replicas
-from gspo.learner.push.policy_weights import PolicyWeights, push_header
+from gspo.learner.push import replicas, weight_updates
+from gspo.learner.push.policy_weights import PolicyWeights
+from gspo.learner.push.weight_updates import push_header
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from tests.support import push_peers
 from tests.support.push_peers import flipped, generator, learner, policy, run_config, sent_to, serve
@@ -78,7 +79,7 @@ async def test_a_generator_that_is_some_versions_behind_gets_their_changes_each_
         packed.append(len(new))
         return pack_changes(new, old)
 
-    monkeypatch.setattr(policy_weights, "pack_changes", noted)
+    monkeypatch.setattr(weight_updates, "pack_changes", noted)
     config = make_run(tmp_path, tmp_path, generation={"dtype": "bfloat16"}, staleness={"max_lag": 2})
     async with (
         generator(config, redis_url, "generation-0") as slow,
@@ -298,7 +299,7 @@ async def test_frames_that_cannot_be_made_end_the_learner_with_the_reason(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = run_config(tmp_path, make_run)
-    monkeypatch.setattr("gspo.learner.push.policy_weights.pack_changes", lambda *_: 1 / 0)
+    monkeypatch.setattr("gspo.learner.push.weight_updates.pack_changes", lambda *_: 1 / 0)
     async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
         await learning.publish(policy(1))
         await learning.until(lambda: serve([only], policy(1)))

@@ -21,8 +21,9 @@ from redis.asyncio import Redis
 from gspo.common.telemetry.metrics import PUSH_FAILURES
 from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push import replicas
-from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.push.replicas import GeneratorReplica, PushFailedError
+from gspo.learner.push.weight_updates import WeightUpdate
 from gspo_proto.generation_pb2 import PushResult
 from tests.support import push_peers
 from tests.support.push_peers import PublishingLearner, generator, learner, policy, run_config, serve

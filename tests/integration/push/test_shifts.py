@@ -27,8 +27,8 @@ from gspo.common.streams.instances import Instance, Registration
 from gspo.common.streams.keys import INSTANCE_TTL_S
 from gspo.generation.shared_gpus import gpus_of
 from gspo.learner.push import shifts
-from gspo.learner.push.policy_weights import WeightUpdate, push_header
 from gspo.learner.push.shifts import ShiftStoppedError
+from gspo.learner.push.weight_updates import WeightUpdate, push_header
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from tests.support.push_peers import (

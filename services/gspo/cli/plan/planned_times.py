@@ -19,7 +19,7 @@ from gspo.common.planning.model_profile import ModelProfile
 
 # Measured on a CPU at a learning rate of 1e-6 to 1e-5 (docs/benchmarks.md): packed changes, of all bytes.
 CHANGED_SHARE = Rate(0.023, 0.091, "packed changes at learning rates of 1e-6 to 1e-5, 2026-11-22")
-# The threads that pack changes (learner/push/policy_weights.py).
+# The threads that pack changes (learner/push/weight_updates.py).
 _PACKING = 4
 
 

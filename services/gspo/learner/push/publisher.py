@@ -27,11 +27,11 @@ from gspo.common.streams.instances import list_instances
 from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.common.weights.time_limit import TimeLimit
-from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
-from gspo.learner.push.policy_weights import PolicyFacts, PolicyWeights, UpdateKind, WeightUpdate, push_header
+from gspo.learner.push.policy_weights import PolicyFacts, PolicyWeights
 from gspo.learner.push.push_account import PushAccount
 from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica, LiveWeights, PushFailedError
 from gspo.learner.push.shifts import LearnerShifts
+from gspo.learner.push.weight_updates import ChainedChanges, ChangeChain, UpdateKind, WeightUpdate, push_header
 from gspo.runlog.pushes import PushRecord
 from gspo_proto.generation_pb2 import PushResult
 from gspo_proto.rollout_pb2 import VersionLive

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from gspo.learner.push.policy_weights import UpdateKind
+from gspo.learner.push.weight_updates import UpdateKind
 from gspo.runlog.pushes import PushRecord
 
 # Of a failure's text.

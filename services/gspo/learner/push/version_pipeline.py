@@ -10,7 +10,7 @@ These events are awaited before others:
     And where something needs the version         before anything of step s + 1.
     Version s is packed for the generators        before the copy of s + 1: only the newest stays whole.
 
-produces: log/policy.jsonl, pushes. loop.py calls it.
+produces: log/policy.jsonl, pushes. loop.py calls it, and reports each step.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from gspo.common.telemetry import metrics
 from gspo.learner.assembly.assembler import Batch
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.publisher import Publisher
+from gspo.learner.step_report import StepClock
 from gspo.learner.storage.run_directory import RunDir
 from gspo.learner.trainer_thread import TrainerThread
 from gspo.learner.training.trainer_api import Hyperparameters, MakeVersion
@@ -39,6 +40,7 @@ class VersionPipeline:
         newest: The newest version on record.
 
     Args:
+        clock: Notes when a version is handed to the publisher.
         recovered: The version that the run continues from.
         on_end: Called when a version is reported or has failed.
     """
@@ -48,10 +50,12 @@ class VersionPipeline:
         run_dir: RunDir,
         trainer: TrainerThread,
         publisher: Publisher,
+        clock: StepClock,
         recovered: PolicyWeights,
         on_end: Callable[[], None],
     ) -> None:
-        self._run_dir, self._trainer, self._publisher, self._on_end = run_dir, trainer, publisher, on_end
+        self._run_dir, self._trainer, self._publisher, self._clock = run_dir, trainer, publisher, clock
+        self._on_end = on_end
         # Step -> its groups, until its version is on record.
         self._groups: dict[int, tuple[int, ...]] = {}
         self._making: asyncio.Task[Made]
@@ -83,21 +87,23 @@ class VersionPipeline:
         Args:
             is_awaited: Whether to wait for its record.
         """
-        # Then there is memory for a copy: of the earlier versions only the newest is still whole.
-        await self._publisher.wait_until_packed()
         make = await self._trainer.begin_version(step)
         making = self._make(step, make, hyperparameters, is_awaited=is_awaited)
         self._making = asyncio.create_task(making)
         if is_awaited:
             await self._making
 
-    def report(self, step: int, report: Callable[[PolicyWeights, float], Awaitable[None]]) -> None:
-        """Begin to wait for the version of `make`, and to publish and report it."""
+    def finish_with(self, step: int, report: Callable[[PolicyWeights, float], Awaitable[None]]) -> None:
+        """Begin to wait for the version of `make`, and to publish and report it.
+
+        Args:
+            report: Gets the version, and the seconds in which it was made beside training.
+        """
         self._finishing = asyncio.create_task(self._finish(step, self._making, report))
         self._finishing.add_done_callback(lambda _: self._on_end())
 
     async def finish(self) -> None:
-        """Wait until the version of the last step is on record, published and reported.
+        """Wait until the version of the last step is on record, published, reported and packed.
 
         Raises:
             NotFiniteError: It has weights that are not finite.
@@ -105,6 +111,8 @@ class VersionPipeline:
         if self._finishing is not None:
             await self._finishing
             self._finishing = None
+        # Then there is memory for a copy: of the earlier versions only the newest is still whole.
+        await self._publisher.wait_until_packed()
 
     def close(self) -> None:
         """Give up the version in the making."""
@@ -129,7 +137,15 @@ class VersionPipeline:
         self, step: int, making: asyncio.Task[Made], report: Callable[[PolicyWeights, float], Awaitable[None]]
     ) -> None:
         with in_step(step):
-            await report(*await making)
+            weights, overlapped_s = await making
+            # Generators wait for the weights; nothing waits for the report.
+            self.publish(weights)
+            await report(weights, overlapped_s)
+
+    def publish(self, weights: PolicyWeights) -> None:
+        """Push a version to every generator, beside the next step."""
+        self._clock.publish(weights.version)
+        self._publisher.publish(weights)
 
     def _make_newest(self, weights: PolicyWeights) -> None:
         self.newest = weights

@@ -1,7 +1,7 @@
 """Serves the tensors that this rank owns to the generators, on every rank but the first.
 
 The last two versions stay whole: rank zero publishes a version after the ranks have made it, and generators may still
-take the one before. Older ones are there as changes alone, as in change_chain.py.
+take the one before. Older ones are there as changes alone, as in weight_updates.py.
 consumes: this rank's versions. produces: frames. waits for: nothing. Its publisher is rank zero's.
 """
 
@@ -17,8 +17,8 @@ import structlog
 from gspo.common.network.credentials import is_loopback
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.service.app import Service
-from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
-from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate
+from gspo.learner.push.policy_weights import PolicyWeights
+from gspo.learner.push.weight_updates import ChainedChanges, ChangeChain, WeightUpdate
 from gspo_proto.learner_pb2 import PullRequest
 
 log = structlog.get_logger()

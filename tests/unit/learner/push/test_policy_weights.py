@@ -16,16 +16,16 @@ import torch
 from gspo.common.weights import manifest
 from gspo.common.weights.changes import Packed, pack_changes
 from gspo.generation.engine.staging import PolicyCopies
-from gspo.learner.push import policy_weights
+from gspo.learner.push import weight_updates
 from gspo.learner.push.policy_weights import (
     PolicyWeights,
     RankManifest,
-    WeightUpdate,
     joined,
     own_weights,
     rank_manifest,
     weights_from,
 )
+from gspo.learner.push.weight_updates import WeightUpdate
 from gspo.learner.training.trainer_api import NotFiniteError
 from gspo_proto.generation_pb2 import TensorFrame, WeightFrame
 
@@ -119,7 +119,7 @@ async def test_changes_are_packed_once_for_all_generators(monkeypatch: pytest.Mo
         packed.append(len(new))
         return pack_changes(new, old)
 
-    monkeypatch.setattr(policy_weights, "pack_changes", noted)
+    monkeypatch.setattr(weight_updates, "pack_changes", noted)
     sent = small_frames(policy(2, changed={"a": 0.1}), policy(1))
     first, second = [f async for f in sent], [f async for f in sent]
     assert first == second

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from gspo.learner.push.policy_weights import UpdateKind
 from gspo.learner.push.publisher import SendQueue
+from gspo.learner.push.weight_updates import UpdateKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gspo.common.weights.changes import Packed, apply_changes
-from gspo.learner.push import policy_weights
-from gspo.learner.push.change_chain import ChainedChanges, ChangeChain
-from gspo.learner.push.policy_weights import PolicyWeights, WeightUpdate, weights_from
+from gspo.learner.push import weight_updates
+from gspo.learner.push.policy_weights import PolicyWeights, weights_from
+from gspo.learner.push.weight_updates import ChainedChanges, ChangeChain, WeightUpdate
 from gspo_proto.generation_pb2 import WeightFrame
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -71,7 +71,7 @@ async def test_large_changes_are_kept_for_the_version_before_alone() -> None:
 
 
 async def test_a_failure_of_the_packing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_weights, "pack_changes", lambda *_: 1 / 0)
+    monkeypatch.setattr(weight_updates, "pack_changes", lambda *_: 1 / 0)
     chain, (base, policy) = ChangeChain(1), versions(2)
     chain.add(WeightUpdate(policy, base))
     await chain.wait_until_packed()
