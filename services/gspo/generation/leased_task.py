@@ -99,11 +99,6 @@ class LeasedTask:
         return task
 
 
-def num_failed_deliveries(num_deliveries: int, unfinished: Iterable[InFlightRollout]) -> int:
-    """Times that a task was handed out since a generator last saved a part of it: one that did has not failed."""
-    return num_deliveries - max((rollout.state.delivery for rollout in unfinished), default=0)
-
-
 class Saver:
     """Checks the in-flight rollouts at short intervals, and saves those that have grown enough.
 

@@ -24,9 +24,9 @@ from gspo.common.streams.saved_states import DONE
 from gspo.common.tasks import task_group, wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.generation.engine.api import EngineLike
-from gspo.generation.leased_task import LeasedTask, Saver, TaskSource, num_failed_deliveries
+from gspo.generation.leased_task import LeasedTask, Saver, TaskSource
 from gspo.generation.rollout.driver import RolloutAbortedError, RolloutDriver
-from gspo.generation.rollout.in_flight import InFlightRollout
+from gspo.generation.rollout.in_flight import InFlightRollout, num_failed_deliveries
 from gspo_proto.rollout_pb2 import Rollout
 
 log = structlog.get_logger()

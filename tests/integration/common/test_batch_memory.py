@@ -100,7 +100,7 @@ def test_the_coordinators_tables() -> None:
     def open_groups() -> Slots:
         slots = Slots(NUM, NUM)
         for group in range(NUM):
-            slots.put(group, OpenGroup(1, time.time(), time.time(), 0))
+            slots.open[group] = OpenGroup(1, time.time(), time.time(), 0)
         return slots
 
     assert_near(OPEN_GROUP, python_bytes(open_groups) / NUM)

@@ -99,7 +99,7 @@ async def test_any_number_of_expired_groups_is_issued_again_in_parts(
     await ledger.issue(10)
     await redis.delete(keys.prompts)
     for group, open_group in list(ledger.slots.open.items()):
-        ledger.slots.put(group, replace(open_group, deadline_unix_s=0.0))
+        ledger.slots.open[group] = replace(open_group, deadline_unix_s=0.0)
     await ledger.handle_expired()
     assert await groups(redis, keys) == list(range(MOST_AT_ONCE))
     await ledger.handle_expired()

@@ -33,7 +33,7 @@ def test_dropped_prompts_hold_nothing_back_and_are_not_asked_again(
         run.settle([EndedGroup(2, GroupEnding.FAILED, "given up"), EndedGroup(5, GroupEnding.STALE, "too old")])
     slots = Slots(6, 2)
     for group in still_open:
-        slots.put(group, OPEN)
+        slots.open[group] = OPEN
     with RunDir(tmp_path) as resumed:
         account = resumed.settlements
         assert slots.reconcile(account.ranges(), 1, -1, account.counts()) == []

@@ -77,7 +77,7 @@ class GroupLedger:
         latest = steady_unix_s() + self._config.staleness.group_deadline_s
         for group, text in (await self._redis.hgetall(self._keys.open)).items():
             earlier = OpenGroup.from_json(text)
-            self.slots.put(int(group), replace(earlier, deadline_unix_s=min(earlier.deadline_unix_s, latest)))
+            self.slots.open[int(group)] = replace(earlier, deadline_unix_s=min(earlier.deadline_unix_s, latest))
 
     async def issue(self, count: int) -> int:
         """Issue the next `count` groups, at most MOST_AT_ONCE, fewer where the order ends; returns how many."""
@@ -259,16 +259,15 @@ class GroupLedger:
         groups = {group: groups[group] for group in await self._decided(groups)}
         if not groups:
             return 0
-        await self._tasks.prepare(groups)
+        tasks = await self._tasks.make(groups)
         args: list[str | bytes] = []
         for group, open_group in groups.items():
-            task = self._tasks.take(group)
+            task = tasks[group]
             task.attempt, task.min_version = open_group.attempt, max(open_group.min_version, self.slots.issue_version)
             task.issued_unix_s, task.deadline_unix_s = open_group.issued_unix_s, open_group.deadline_unix_s
             args += (str(group), open_group.to_json(), task.SerializeToString())
         await self._issue_script(keys=[self._keys.prompts, self._keys.open], args=args)
-        for group, open_group in groups.items():
-            self.slots.put(group, open_group)
+        self.slots.open |= groups
         self._spans.issued(groups)
         return len(groups)
 
@@ -285,8 +284,7 @@ class GroupLedger:
                 self._keys.open, mapping={str(group): open_group.to_json() for group, open_group in groups.items()}
             )
             await pipe.execute()
-        for group, open_group in groups.items():
-            self.slots.put(group, open_group)
+        self.slots.open |= groups
 
 
 class _GroupSpans:

@@ -69,6 +69,9 @@ class Slots:
     A group takes a slot when it is issued. A trained one gives it back when the version made from it is live on a
     generator, any other when it is settled.
 
+    Attributes:
+        open: The groups that are issued and not settled; the ledger enters them.
+
     Args:
         num_slots: (max_lag + 1) * batch_size.
         batch_size: Groups in a step, at most.
@@ -121,10 +124,6 @@ class Slots:
                 groups.append(group)
             group += 1
         return groups
-
-    def put(self, group: int, open_group: OpenGroup) -> None:
-        """A group was issued, issued again, taken over from an earlier process, or given another deadline."""
-        self.open[group] = open_group
 
     def settle_trained(self, groups: Iterable[int], version: int) -> list[int]:
         """A step made `version` from these groups; returns those not known as settled before."""

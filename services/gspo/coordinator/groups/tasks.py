@@ -39,10 +39,14 @@ class TrainingTasks:
         if missing := [group for group in groups if group not in self._prepared]:
             self._prepared |= await asyncio.to_thread(self._read, missing)
 
-    def take(self, group: int) -> GroupTask:
-        """The task of a prepared group, without its attempt, times and version, which ledger.py fills in."""
-        source = self._sources[self.order.place(group).source]
-        return training_task(self._config, source, group, self._prepared.pop(group))
+    async def make(self, groups: Iterable[int]) -> dict[int, GroupTask]:
+        """The tasks of groups, without their attempts, times and versions, which ledger.py fills in."""
+        groups = list(groups)
+        await self.prepare(groups)
+        return {group: self._make(group, self._prepared.pop(group)) for group in groups}
+
+    def _make(self, group: int, prompt: Prompt) -> GroupTask:
+        return training_task(self._config, self._sources[self.order.place(group).source], group, prompt)
 
     def _read(self, groups: Iterable[int]) -> dict[int, Prompt]:
         places: defaultdict[int, dict[int, int]] = defaultdict(dict)

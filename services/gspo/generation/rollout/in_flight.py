@@ -16,7 +16,7 @@ Between two actions the state is whole: a rollout that is saved then, on any gen
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
@@ -371,6 +371,11 @@ class InFlightRollout:
 
     def _add_messages(self, messages: Sequence[dict[str, Any]]) -> None:
         self.state.episode.turns_json = json.dumps([*self._messages(), *messages], ensure_ascii=False)
+
+
+def num_failed_deliveries(num_deliveries: int, unfinished: Iterable[InFlightRollout]) -> int:
+    """Times that a task was handed out since a generator last saved a part of it: one that did has not failed."""
+    return num_deliveries - max((rollout.state.delivery for rollout in unfinished), default=0)
 
 
 def _new_state(started_unix_s: float) -> RolloutState:

@@ -140,7 +140,7 @@ class CurriculumMachine(RuleBasedStateMachine):
         for group in self.slots.upcoming(min(count, self.slots.num_free)):
             prompt = self.prompt_of(group)
             assert self.prompts.setdefault(group, prompt) == prompt
-            self.slots.put(group, OpenGroup(1, 0.0, 1.0, 0))
+            self.slots.open[group] = OpenGroup(1, 0.0, 1.0, 0)
 
     @rule()
     def read_ahead(self) -> None:

@@ -14,7 +14,7 @@ def issued(num_groups: int | None = None) -> Slots:
     slots = Slots(4, 2, num_groups)
     slots.go_live(0)
     for group in slots.upcoming(slots.num_free):
-        slots.put(group, open_group())
+        slots.open[group] = open_group()
     return slots
 
 
@@ -73,21 +73,21 @@ def test_the_order_ends() -> None:
     slots.settle([0, 1], "filtered")
     assert slots.upcoming(2) == [4]
     assert not slots.exhausted
-    slots.put(4, open_group())
+    slots.open[4] = open_group()
     assert slots.exhausted
     assert slots.num_free == 1
 
 
 def test_groups_that_got_lost_are_issued_before_new_ones() -> None:
     slots = Slots(4, 2)
-    slots.put(7, open_group())
+    slots.open[7] = open_group()
     slots.reconcile([(0, 2), (4, 5)], version=3, live_version=3, counts={"trained": 5})
     assert slots.upcoming(3) == [3, 6, 8]
 
 
 def test_after_a_restart_versions_that_are_not_live_keep_whole_batches() -> None:
     slots = Slots(4, 2)
-    slots.put(4, open_group())
+    slots.open[4] = open_group()
     closed = slots.reconcile([(0, 4)], version=2, live_version=1, counts={"trained": 4, "failed": 1})
     assert closed == [4]
     assert (slots.num_trained, slots.num_free, len(slots.open)) == (2, 2, 0)
@@ -115,9 +115,9 @@ def test_the_account_never_goes_back() -> None:
 
 def test_deadlines() -> None:
     slots = Slots(4, 2)
-    slots.put(1, open_group(20.0))
-    slots.put(0, open_group(10.0))
-    slots.put(2, open_group(30.0))
+    slots.open[1] = open_group(20.0)
+    slots.open[0] = open_group(10.0)
+    slots.open[2] = open_group(30.0)
     assert slots.expired(9.9) == []
     assert slots.expired(20.0) == [0, 1]
 

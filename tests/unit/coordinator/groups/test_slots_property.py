@@ -32,7 +32,7 @@ class SlotsMachine(RuleBasedStateMachine):
     def issue(self, count: int) -> None:
         for group in self.slots.upcoming(min(count, self.slots.num_free)):
             open_group = OpenGroup(1, 0.0, 1.0, self.slots.issue_version)
-            self.slots.put(group, open_group)
+            self.slots.open[group] = open_group
             self.open[group] = open_group
             self.issued[group] += 1
 
@@ -75,7 +75,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self.slots = Slots(NUM_SLOTS, BATCH_SIZE)
         self.events = []
         for group, open_group in self.open.items():
-            self.slots.put(group, open_group)
+            self.slots.open[group] = open_group
         self.reconcile()
 
     @rule()

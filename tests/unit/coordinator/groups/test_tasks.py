@@ -80,8 +80,7 @@ def tasks_of(folder: Path, tokenizer: PreTrainedTokenizerFast, **data: Any) -> T
 
 
 async def taken(tasks: TrainingTasks, groups: range) -> list[GroupTask]:
-    await tasks.prepare(groups)
-    return [tasks.take(group) for group in groups]
+    return list((await tasks.make(groups)).values())
 
 
 async def test_each_source_has_the_order_of_a_run_of_it_alone(

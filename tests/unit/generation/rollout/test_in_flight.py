@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from gspo.common.streams.entries import saved_state, tokens_between
 from gspo.generation.engine.api import Completion, Finish, Tokens
-from gspo.generation.leased_task import num_failed_deliveries
-from gspo.generation.rollout.in_flight import Action, InFlightRollout, PlainAction, SampleAction
+from gspo.generation.rollout.in_flight import Action, InFlightRollout, PlainAction, SampleAction, num_failed_deliveries
 from gspo_proto import rollout_pb2
 from gspo_proto.rollout_pb2 import GroupTask, Play, Prompt, Rollout, RolloutState, Sampling
 
