@@ -1,6 +1,6 @@
 """A program that scores logged rollouts with one function in its sandbox: JSON in, JSON out. No run sees the scores.
 
-The command line starts it (services/gspo/cli/reward/log_trial.py), with the source from a run's log or a file.
+services/gspo/view/log_trial.py starts it, with the source from a run's log or a file.
 """
 
 import asyncio

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.concurrency import run_in_threadpool
 
 from gspo.view.function_versions import FunctionVersion, RunFunctions, difference_of, function_curves
-from gspo.view.trial_process import MAX_ROLLOUTS, STEPS, TrialError, TrialProcess
+from gspo.view.log_trial import MAX_ROLLOUTS, STEPS, LogTrials, TrialError
 
 VersionPath = Annotated[str, InPath(pattern=r"^[0-9A-Za-z._-]{1,64}$")]
 
@@ -32,7 +32,7 @@ class FunctionPages:
         trial: Scores logged rollouts; None refuses that.
     """
 
-    def __init__(self, page: Callable[..., HTMLResponse], functions: RunFunctions, trial: TrialProcess | None) -> None:
+    def __init__(self, page: Callable[..., HTMLResponse], functions: RunFunctions, trial: LogTrials | None) -> None:
         self._page, self._functions, self._trial = page, functions, trial
 
     def add_to(self, app: FastAPI) -> None:
@@ -75,8 +75,7 @@ class FunctionPages:
             rollouts = await self._trial.tried(known.version, known.name)
         except TrialError as error:
             return JSONResponse({"detail": str(error)}, error.status)
-        changed = [rollout for rollout in rollouts if rollout["new"] != rollout["old"] or rollout["failure"]]
-        return self._page("trial.html", rollouts=rollouts, changed=changed)
+        return self._page("trial.html", rollouts=rollouts, changed=[it for it in rollouts if it.is_changed])
 
     def _existing(self, version: str) -> list[FunctionVersion]:
         if not (known := self._functions.named(version)):

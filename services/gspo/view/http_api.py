@@ -26,12 +26,12 @@ from gspo.view.comparison import compared_curves, compared_results, config_diffe
 from gspo.view.function_api import FunctionPages
 from gspo.view.function_versions import RunFunctions
 from gspo.view.log_query import PAGE_ROWS, SORTS, LogQuery, filter_of
+from gspo.view.log_trial import LogTrials
 from gspo.view.opening_api import MAX_STREAMS, Opening, OpenTabs
 from gspo.view.page_text import COLOURS, RECORDED_COLOURS, coloured_tokens, token_decoder, visible
 from gspo.view.picture.page import FILES, TEMPLATES, Templates
 from gspo.view.picture.viewed_run import ViewedRun
 from gspo.view.replay_api import ReplayPages
-from gspo.view.trial_process import TrialProcess
 
 _HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -47,7 +47,7 @@ Place = Annotated[int, InPath(ge=0, lt=2**31)]
 GroupId = Annotated[int, InPath(ge=0, lt=2**63)]
 
 
-def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path], trial: TrialProcess | None = None) -> FastAPI:
+def make_page(runs: Sequence[ViewedRun], tokenizer_folders: list[Path], trial: LogTrials | None = None) -> FastAPI:
     """The app of a run, and of others that it is compared with.
 
     Args:

@@ -12,8 +12,8 @@ from gspo.common.errors import InputError
 from gspo.common.network.http_server import ASGIApp, HttpServer
 from gspo.common.tasks import cancel_all
 from gspo.view.http_api import make_page
+from gspo.view.log_trial import LogTrials
 from gspo.view.picture.viewed_run import ViewedRun
-from gspo.view.trial_process import TrialProcess
 
 # Training comes before readers.
 _NICENESS = 10
@@ -31,7 +31,7 @@ def serve_page(runs: Sequence[ViewedRun], port: int, say: Callable[[str], None])
         InputError: The port cannot be bound.
     """
     try:
-        server = HttpServer(_page_of(runs, TrialProcess(runs[0].run_dir)), "127.0.0.1", port)
+        server = HttpServer(_page_of(runs, LogTrials(runs[0].run_dir)), "127.0.0.1", port)
     except InputError as error:
         raise InputError("--port", f"{port} cannot be bound on 127.0.0.1", "Give another port; 0 picks one") from error
     say(f"http://{server.address}/")
@@ -61,7 +61,7 @@ async def _until_input_ends(server: HttpServer) -> None:
     await cancel_all({serving})
 
 
-def _page_of(runs: Sequence[ViewedRun], trial: TrialProcess | None = None) -> ASGIApp:
+def _page_of(runs: Sequence[ViewedRun], trial: LogTrials | None = None) -> ASGIApp:
     run_dir = runs[0].run_dir
     config = read_config(run_dir / CONFIG_NAME)
     return make_page(runs, [run_dir / "export", Path(config.model.path)], trial)

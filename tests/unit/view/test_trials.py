@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.network.http_server import HttpGuard
 from gspo.view.http_api import make_page
+from gspo.view.log_trial import LogTrials, TrialError
 from gspo.view.picture.viewed_run import ViewedRun
-from gspo.view.trial_process import TrialError, TrialProcess
 from tests.integration.reward.test_log_trial import VERSION, run_dir
 
 __all__ = ["run_dir"]
@@ -25,14 +25,14 @@ PATH = f"/api/functions/{VERSION}/trial"
 BODY = {"function": "sums"}
 
 
-def client_of(run_dir: Path, trial: TrialProcess | None) -> TestClient:
+def client_of(run_dir: Path, trial: LogTrials | None) -> TestClient:
     page = make_page([ViewedRun("small", run_dir)], [], trial)
     return TestClient(HttpGuard(page), base_url="http://127.0.0.1:8090")
 
 
 @pytest.fixture
 def client(run_dir: Path) -> TestClient:
-    return client_of(run_dir, TrialProcess(run_dir))
+    return client_of(run_dir, LogTrials(run_dir))
 
 
 def test_a_recorded_version_shows_its_changes(client: TestClient) -> None:
@@ -72,14 +72,14 @@ def test_a_machine_without_a_sandbox_says_so(
 def test_only_recorded_versions_run(
     run_dir: Path, path: str, body: dict[str, str], status: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TrialProcess, "tried", None)  # a call of it would be an error
-    answer = client_of(run_dir, TrialProcess(run_dir)).post(path, json=body)
+    monkeypatch.setattr(LogTrials, "tried", None)  # a call of it would be an error
+    answer = client_of(run_dir, LogTrials(run_dir)).post(path, json=body)
     assert answer.status_code == status
     assert words in answer.text
 
 
 def test_pages_of_other_origins_run_nothing(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrialProcess, "tried", None)
+    monkeypatch.setattr(LogTrials, "tried", None)
     for headers in ({"origin": "http://attacker.example"}, {"sec-fetch-site": "cross-site"}, {"host": "attacker.test"}):
         assert client.post(PATH, json=BODY, headers=headers).status_code in (403, 421)
     form = {"content-type": "application/x-www-form-urlencoded"}
@@ -107,8 +107,8 @@ async def test_one_runs_at_a_time_and_none_outlives_its_deadline(
         stopped.append(group)
         end(group, number)
 
-    monkeypatch.setattr("gspo.view.trial_process.os.killpg", kill)
-    trial = TrialProcess(run_dir, timeout_s=0.1)
+    monkeypatch.setattr("gspo.view.log_trial.os.killpg", kill)
+    trial = LogTrials(run_dir, timeout_s=0.1)
     first = asyncio.create_task(trial.tried(VERSION, "sums"))
     await asyncio.sleep(0)
     with pytest.raises(TrialError, match="another comparison is running"):

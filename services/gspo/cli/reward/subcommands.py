@@ -3,6 +3,7 @@
 The modules that call or run a service are imported by the commands: their imports take time.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Reward functions of a running service: submit, try, activate, inspect.",
 )
+# Of `compare`.
+_TRIAL_S = 900.0
 Url = Annotated[str | None, typer.Option("--url", help="Address of a reward service; or set GSPO_REWARD_URL.")]
 Name = Annotated[str, typer.Argument(help="Name of the function.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the reply of the service.")]
@@ -147,14 +150,20 @@ def compare(
     """
     from dataclasses import asdict
 
-    from gspo.cli.reward.log_trial import try_on_log
+    from gspo.cli.processes.exit_codes import RunError
+    from gspo.cli.rundir.start import check_run_dir
+    from gspo.view.log_trial import TrialError, try_on_log
 
-    tried = try_on_log(run_dir, what, function, steps, rollouts)
+    check_run_dir(run_dir)
+    try:
+        tried = asyncio.run(try_on_log(run_dir, what, function, steps, rollouts, _TRIAL_S))
+    except TrialError as error:
+        raise RunError(str(error)) from error
     if as_json:
         typer.echo(json.dumps([asdict(rollout) for rollout in tried], indent=2))
         return
     table = _table("step", "group", "rollout", "score", "tried", "reward", "tried", "")
-    changed = [rollout for rollout in tried if rollout.new != rollout.old or rollout.failure]
+    changed = [rollout for rollout in tried if rollout.is_changed]
     for rollout in changed:
         words = rollout.failure or ("the advantage changes sign" if rollout.is_flipped else "")
         scores = (rollout.old, rollout.new, rollout.old_reward, rollout.new_reward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gspo.cli.reward.log_trial import compared
+from gspo.view.log_trial import compared
 
 
 def row(number: int, value: float | None, other: float = 0.0, group: int = 5) -> dict[str, Any]:

@@ -1,19 +1,21 @@
-"""`gspo reward compare`: another version of a function on the rollouts of a log, and what would have changed.
+"""Another version of a function on the rollouts of a log, and what would have changed: a trial.
 
-The function runs in the sandbox of a process of its own (services/gspo/reward/log_trial.py); no service is needed.
+`gspo reward compare` makes trials, and the page of a run one at a time. The function runs in the sandbox of a process
+of its own (services/gspo/reward/log_trial.py); no service is needed.
 """
 
+import asyncio
 import json
-import subprocess
+import os
+import signal
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gspo.cli.processes.exit_codes import RunError
-from gspo.cli.rundir.start import check_run_dir
 from gspo.common.config.loading import CONFIG_NAME
 from gspo.common.errors import EXIT_BAD_INPUT, InputError
 from gspo.common.host.module_command import module_command
@@ -21,7 +23,9 @@ from gspo.common.modules_beside import modules_beside
 from gspo.runlog.function_files import read_sources
 from gspo.view.log_query import LogQuery
 
-TIMEOUT_S = 900.0
+# Of a trial for the page: the newest steps that are looked at, rollouts of them in whole groups, and its limit.
+STEPS, MAX_ROLLOUTS, TRIAL_S = 10, 200, 120.0
+_INTERRUPT_S, _MAX_ERROR_CHARS = 5.0, 1000
 _EQUAL = 1e-9
 _COLUMNS = (
     "step", '"group"', "number", "prompt", "messages_json", "columns_json", "token_ids", "text", "outcome", "stop",
@@ -50,8 +54,56 @@ class TriedRollout:
     is_flipped: bool
     failure: str
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether its score is another one, or none."""
+        return self.new != self.old or bool(self.failure)
 
-def try_on_log(run_dir: Path, candidate: str, name: str, steps: int, most: int) -> list[TriedRollout]:
+
+class TrialError(Exception):
+    """There are no scores; the message says why. `status` is that of HTTP."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class LogTrials:
+    """Trials on the log of one run, one at a time.
+
+    Args:
+        run_dir: The run's.
+        timeout_s: Limit of a trial.
+    """
+
+    def __init__(self, run_dir: Path, timeout_s: float = TRIAL_S) -> None:
+        self._run_dir, self.timeout_s = run_dir, timeout_s
+        self._is_busy = False
+
+    async def tried(self, version: str, function: str) -> list[TriedRollout]:
+        """The newest rollouts under a recorded version.
+
+        Args:
+            version: A whole version, as the log has it.
+            function: The function whose scores it replaces.
+
+        Raises:
+            TrialError: Another trial runs, no sandbox can be started, the version cannot be used, or it is slow.
+        """
+        if self._is_busy:
+            raise TrialError(409, f"another comparison is running; it ends within {self.timeout_s:g} s")
+        self._is_busy = True
+        try:
+            return await try_on_log(self._run_dir, version, function, STEPS, MAX_ROLLOUTS, self.timeout_s)
+        except InputError as error:
+            raise TrialError(422, str(error)) from error
+        finally:
+            self._is_busy = False
+
+
+async def try_on_log(
+    run_dir: Path, candidate: str, name: str, steps: int, most: int, timeout_s: float
+) -> list[TriedRollout]:
     """Score the last rollouts of a log again.
 
     Args:
@@ -62,9 +114,14 @@ def try_on_log(run_dir: Path, candidate: str, name: str, steps: int, most: int) 
 
     Raises:
         InputError: The run, the file, the version or the function cannot be used.
-        RunError: The process of the sandbox failed.
+        TrialError: The process of the sandbox failed, or took longer than `timeout_s`.
     """
-    check_run_dir(run_dir)
+    question = await asyncio.to_thread(_question, run_dir, candidate, name, steps, most)
+    return compared(question["rows"], await _ask(question, timeout_s), question["name"])
+
+
+def _question(run_dir: Path, candidate: str, name: str, steps: int, most: int) -> dict[str, Any]:
+    """The rollouts, and the function that is to score them."""
     log = LogQuery(run_dir / "log")
     logged = log.steps()[-steps:]
     if not logged:
@@ -77,15 +134,11 @@ def try_on_log(run_dir: Path, candidate: str, name: str, steps: int, most: int) 
         problem = f"is {name!r}" if name else "is not given"
         raise InputError("--function", problem, f"Give one that scored these rollouts: {', '.join(names) or 'none'}")
     name = name or names[0]
-    question = _question(run_dir, candidate, name) | {
-        "rows": rows,
-        "name": name,
-        "config": str((run_dir / CONFIG_NAME).resolve()),
-    }
-    return compared(rows, _ask(question), name)
+    config = str((run_dir / CONFIG_NAME).resolve())
+    return {**_source(run_dir, candidate, name), "rows": rows, "name": name, "config": config}
 
 
-def _question(run_dir: Path, candidate: str, name: str) -> dict[str, Any]:
+def _source(run_dir: Path, candidate: str, name: str) -> dict[str, Any]:
     """The source, by file or version."""
     matches = [
         source
@@ -111,19 +164,41 @@ def _question(run_dir: Path, candidate: str, name: str) -> dict[str, Any]:
     return {"source": text, "filename": path.name, "entry": "", "args": args, "reads": [], "modules": modules}
 
 
-def _ask(question: dict[str, Any]) -> list[dict[str, Any]]:
-    command = module_command("gspo.reward.log_trial")
+async def _ask(question: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+    # In a session of its own it can be ended together with the sandbox's process.
+    process = await asyncio.create_subprocess_exec(
+        *module_command("gspo.reward.log_trial"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            command, input=json.dumps(question), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"the function took longer than {TIMEOUT_S:g} s; give fewer rollouts with --rollouts") from error
-    if done.returncode == EXIT_BAD_INPUT:
-        raise InputError(question["filename"], done.stderr.strip()[-1000:], "Correct it and try again")
-    if done.returncode:
-        raise RunError(f"the sandbox's process ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
-    return list(json.loads(done.stdout))
+        async with asyncio.timeout(timeout_s):
+            output, errors = await process.communicate(json.dumps(question).encode())
+    except TimeoutError as error:
+        text = f"the comparison took longer than {timeout_s:g} s; gspo reward compare takes fewer rollouts (--rollouts)"
+        raise TrialError(504, text) from error
+    finally:
+        await asyncio.shield(_end(process))
+    reason = errors.decode(errors="replace").strip()[-_MAX_ERROR_CHARS:]
+    if process.returncode == EXIT_BAD_INPUT:
+        raise InputError(question["filename"], reason.removeprefix("error: "), "Correct it and try again")
+    if process.returncode:
+        raise TrialError(422, f"the sandbox's process ended with code {process.returncode}: {reason}")
+    return list(json.loads(output))
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Interrupt what still runs, so that it closes its sandbox; kill it if that takes long."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_INTERRUPT_S):
+                await process.wait()
 
 
 def compared(rows: Sequence[dict[str, Any]], scores: Sequence[dict[str, Any]], name: str) -> list[TriedRollout]:
