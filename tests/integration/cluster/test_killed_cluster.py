@@ -1,7 +1,7 @@
 """A run on a Ray cluster of three nodes with the real engines, struck by kills of every kind, and its log afterwards.
 
 A process, an actor, a node, the head, and the driver die, in an order by a seed. The head comes back with its state.
-After the driver's death the run is resumed. Between kills, generators come and go.
+After the driver's death the run is resumed. Between kills, generators come and go, and nodes are drained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.cluster.ray_cluster import RayNodesHere, actor_of, processes_
 pytestmark = [pytest.mark.timeout(3400), pytest.mark.long]
 NUM_KILLS = int(os.environ.get("GSPO_KILLS", "50"))
 SEED = int(os.environ.get("GSPO_SEED", "0"))
-KINDS = ("process", "actor", "node", "driver", "head", "scale")
+KINDS = ("process", "actor", "node", "drain", "driver", "head", "scale")
 TARGETS = ("generation-0", "generation-1", "reward-0", "learner-0")
 # More steps than pass until the last kill; each has four groups.
 EPOCHS = 10 * NUM_KILLS
@@ -70,8 +70,12 @@ class ClusterRun:
             self.running.process.wait(30)
             until(lambda: not processes_with("gspo.", self.running.run_dir), "the end of all that the driver started")
             self.running = self._start()
-        elif kind == "node":
-            self._cluster.lose(self._random.choice([name for name in self._cluster.names if name != "head"]))
+        elif kind in ("node", "drain"):
+            node = self._random.choice([name for name in self._cluster.names if name != "head"])
+            if kind == "drain":
+                self._cluster.drain(node, 120)
+                until(lambda: self._cluster.has_ended(node), f"the end of {node}, with its work handed over")
+            self._cluster.lose(node)
             self._cluster.add(f"n{self._num_nodes}", num_cpus=4)
             self._num_nodes += 1
         elif kind == "head":

@@ -8,6 +8,8 @@ from __future__ import annotations
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -71,6 +73,17 @@ class RayNodesHere:
         """Kill a node at once."""
         del self.num_cpus[name]
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def drain(self, name: str, left_s: int) -> None:
+        """Ask Ray to end a node, in so many seconds at the latest."""
+        words = ["--address", self._cluster.address, "--node-id", self._nodes[name].node_id]
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "asked for"]
+        command = [str(Path(sys.executable).with_name("ray")), "drain-node", *words, *reason]
+        subprocess.run([*command, "--deadline-remaining-seconds", str(left_s)], check=True)
+
+    def has_ended(self, name: str) -> bool:
+        """Whether a node has ended by itself."""
+        return any(process == "raylet" for process, _ in self._nodes[name].dead_processes())
 
     def lose_head(self) -> None:
         """Kill the process that knows the cluster (Ray's GCS). The nodes, that of the driver too, still run."""

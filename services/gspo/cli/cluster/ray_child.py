@@ -11,6 +11,7 @@ from typing import Any
 
 from gspo.cli.cluster.reservations import Seat
 from gspo.cli.processes.child import Child, Program
+from gspo.common.errors import EXIT_START_AGAIN
 
 # Makes sure that a program has places, and waits for them.
 Seats = Callable[[str], Awaitable[Sequence[Seat]]]
@@ -39,14 +40,14 @@ class RayChild(Child):
         self._find_seats, self._describe_loss, self._error = seats, lost, error
         self._seats: Sequence[Seat] = ()
         self._is_running = False
-        self._loss = ""
+        self._loss = self._leaves_for = ""
 
     @property
     def is_running(self) -> bool:
         return self._is_running
 
     async def start(self, *, is_restart: bool) -> None:
-        self._seats, self._loss = await self._find_seats(self.name), ""
+        self._seats, self._loss, self._leaves_for = await self._find_seats(self.name), "", ""
         # Over NFS, only one host may append to a file.
         logs = [self.log, *(self.log.with_suffix(f".{part}.log") for part in range(1, len(self._seats)))]
         self._begin_logs(*logs)
@@ -69,7 +70,7 @@ class RayChild(Child):
             if waits:
                 self.signal(signal.SIGKILL, with_children=True)
                 await asyncio.wait(waits)
-            return next((code for code in codes if code), 0)
+            return EXIT_START_AGAIN if self._leaves_for else next((code for code in codes if code), 0)
         finally:
             for task in waits:
                 task.cancel()
@@ -79,9 +80,17 @@ class RayChild(Child):
         code = None if self._loss else await self._call(seat, "wait", self.name)
         return -signal.SIGKILL if code is None else int(code)
 
+    def leave(self, reason: str, number: signal.Signals) -> None:
+        """Signal the process to end, and let it start again, which counts as no death."""
+        self._leaves_for = reason
+        self.signal(number, with_children=number == signal.SIGKILL)
+
     def signal(self, number: signal.Signals, *, with_children: bool) -> None:
         for seat in self._seats if self._is_running else ():
             seat.actor.signal.remote(self.name, int(number), with_children)
+
+    def last_words(self) -> str:
+        return self._leaves_for or super().last_words()
 
     async def end_rest(self) -> None:
         for seat in self._seats:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from gspo.common.host.machine import Gpu
 _ADDRESS, _AUTH_MODE = "RAY_ADDRESS", "RAY_AUTH_MODE"
 # Until a port answers, and until the nodes do: a node starts a Python process for its answer.
 _CONNECT_S, _SURVEY_S = 10.0, 120.0
+# Until the head answers, at each look for drained nodes.
+_ASK_S = 5.0
 # Ray tries a token for 20 s, and writes a line about each try.
 _TRY_S = ("RAY_gcs_rpc_server_connect_timeout_s", "5")
 # Ray ends all that has not reached the head for so long, at once. The run ends in order a little before its nodes do;
@@ -73,9 +76,11 @@ class RayCluster:
         self.ray = _connected(namespace)
         self.own_id = str(self.ray.get_runtime_context().get_node_id())
         self._surveyed: dict[str, ClusterNode] = {}
+        self._survey = threading.Lock()
         self._folder = Path()
         self.head = str(self.ray.get_runtime_context().gcs_address)
         self._answered = time.monotonic()
+        self._client = self.ray._raylet.GcsClient(address=self.head)  # as Ray Serve has it
 
     def answers(self) -> bool:
         """Whether the head answers now. Without it, most calls of Ray wait."""
@@ -135,7 +140,12 @@ class RayCluster:
         Raises:
             InputError: A node does not answer, has another installation, or sees another disk.
         """
-        nodes = [node for node in self.nodes() if node.id == self.own_id or node.num_cpus or node.num_gpus]
+        drained = self.drained()
+        nodes = [
+            node
+            for node in self.nodes()
+            if node.id == self.own_id or (node.id not in drained and (node.num_cpus or node.num_gpus))
+        ]
         self._folder = folder
         surveyed = self._judged(nodes)
         node_survey.check_gpus([node.as_planned() for node in surveyed])
@@ -163,9 +173,10 @@ class RayCluster:
         Raises:
             InputError: It is not fit.
         """
-        if node_id not in self._surveyed:
-            joined = [node for node in self.nodes() if node.id in (self.own_id, node_id)]
-            self._surveyed |= {node.id: node for node in self._judged(joined)}
+        with self._survey:  # each writes the same file
+            if node_id not in self._surveyed:
+                joined = [node for node in self.nodes() if node.id in (self.own_id, node_id)]
+                self._surveyed |= {node.id: node for node in self._judged(joined)}
         return self._surveyed.get(node_id, ClusterNode(node_id, node_id[:6], "", 0.0, 0))
 
     def _answers(self, nodes: Sequence[ClusterNode], file: Path) -> dict[str, dict[str, Any]]:
@@ -187,6 +198,26 @@ class RayCluster:
             with suppress(ray.exceptions.RayError):  # judged as no answer
                 answers[calls[call]] = ray.get(call)
         return answers
+
+    def drained(self) -> dict[str, float | None]:
+        """The nodes that are to end, by id, with the seconds until then where they are known.
+
+        `ray drain-node` asks for that, an autoscaler, or the end of `ray start --block` by SIGTERM. The node of this
+        process is among them if it has ended.
+        """
+        try:
+            deadlines_ms = self._client.get_draining_nodes(timeout=_ASK_S)
+            if not all(self._client.check_alive([self.ray.NodeID.from_hex(self.own_id)], timeout=_ASK_S)):
+                deadlines_ms[self.own_id] = 0
+        except self.errors.RayError:
+            return {}  # the head does not answer
+        now = time.time()
+        return {str(node_id): at / 1000 - now if at else None for node_id, at in deadlines_ms.items()}
+
+    def groups_on(self, node_id: str) -> set[str]:
+        """Ids of the placement groups that have a bundle on a node."""
+        table = self.ray.util.placement_group_table() if self.answers() else {}
+        return {group_id for group_id, row in table.items() if node_id in row["bundles_to_node_id"].values()}
 
     def num_free(self, resource: str) -> float:
         """The free units of a resource; none while the head does not answer."""

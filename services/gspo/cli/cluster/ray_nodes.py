@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gspo.cli.cluster.layout import LEARNER_PROCESS
+from gspo.cli.cluster.node_drains import NodeDrains
 from gspo.cli.cluster.ray_child import RayChild
 from gspo.cli.cluster.ray_cluster import RayCluster
 from gspo.cli.cluster.reservations import Demand, Reservation, Seat
@@ -20,6 +21,7 @@ from gspo.cli.processes.preflight import CHECK_TIMEOUT_S
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import Gpu
+from gspo.common.tasks import task_group
 
 # A line about a wait for bundles, at most so often; and a look at the cluster meanwhile.
 _SAY_S, _LOOK_S = 60.0, 5.0
@@ -40,6 +42,8 @@ class RayNodes:
         self._reservations = [Reservation(cluster, config, demand) for demand in asked]
         self._of_process = {name: it for it in self._reservations for name in it.demand.processes}
         self._waiting: dict[str, float] = {}
+        self._children: dict[str, RayChild] = {}
+        self._drains = NodeDrains(cluster, config, self._reservations, self._children, say)
 
     def __enter__(self) -> RayNodes:
         return self
@@ -70,14 +74,15 @@ class RayNodes:
     # Of the interface Nodes
 
     async def watch(self) -> None:
-        """Look after the head of the cluster, without end.
+        """Look after the head of the cluster and drained nodes, without end.
 
         Raises:
-            NodeLostError: It does not answer.
+            NodeLostError: The head does not answer, or the node of this process is drained.
         """
-        while True:
-            await asyncio.to_thread(self._cluster.check_head)
-            await asyncio.sleep(1.0)
+        async with task_group(self._drains.follow()):
+            while True:
+                await asyncio.to_thread(self._cluster.check_head)
+                await asyncio.sleep(1.0)
 
     async def table(self) -> str:
         """A line for each process on each of its nodes, with its GPUs and planned memory."""
@@ -131,14 +136,18 @@ class RayNodes:
         for process in processes:
             reservation = self._of_process.pop(process)
             self._reservations.remove(reservation)
-            await asyncio.to_thread(reservation.give_back)
+            async with reservation.lock:
+                await asyncio.to_thread(reservation.give_back)
 
     def placed(self, program: Program) -> Program:
         """The program with its places on the cluster; a process beside the driver stays as it is."""
         return replace(program, place=self._child) if program.name in self._of_process else program
 
     def _child(self, program: Program, log_dir: Path, variables: Mapping[str, str]) -> Child:
-        return RayChild(program, log_dir, variables, self._awaited_seats, self._lost, self._cluster.errors.RayError)
+        error = self._cluster.errors.RayError
+        child = RayChild(program, log_dir, variables, self._awaited_seats, self._lost, error)
+        self._children[program.name] = child
+        return child
 
     async def check(self, process: str, command: tuple[str, ...]) -> tuple[int, str] | None:
         """Exit code and output of a check at the process's first place; None for a process beside the driver.

@@ -90,16 +90,26 @@ class Reservation:
 
     Args:
         config: The run's; its learner has the ranks of all nodes.
+
+    Attributes:
+        lock: Bundles change under it alone.
     """
 
     def __init__(self, cluster: RayCluster, config: Config, demand: Demand) -> None:
         self._cluster, self._config, self.demand = cluster, config, demand
         self.name = f"gspo:{config.name}:{demand.processes[0]}"
-        self._group = cluster.ray.util.placement_group(
-            [dict(bundle) for bundle in demand.bundles], strategy=demand.strategy, name=self.name
-        )
+        self._group = self._new_group()
         self._actors: dict[int, Any] = {}
-        self._lock = asyncio.Lock()
+        self.lock = asyncio.Lock()
+
+    def _new_group(self) -> Any:
+        bundles = [dict(bundle) for bundle in self.demand.bundles]
+        return self._cluster.ray.util.placement_group(bundles, strategy=self.demand.strategy, name=self.name)
+
+    @property
+    def group_id(self) -> str:
+        """As Ray's table of placement groups has it."""
+        return str(self._group.id.hex())
 
     def is_placed(self, timeout_s: float) -> bool:
         """Whether the cluster has given all bundles, within so many seconds."""
@@ -112,7 +122,7 @@ class Reservation:
             RunError: Actors die at their start.
             InputError: A node that has joined is not fit.
         """
-        async with self._lock:
+        async with self.lock:
             work = (self._facts(at) for at in range(len(self.demand.bundles)))
             facts = await asyncio.gather(*work)
         nodes = [await asyncio.to_thread(self._cluster.node, str(of_actor["node_id"])) for of_actor in facts]
@@ -126,7 +136,7 @@ class Reservation:
                 if process == LEARNER_PROCESS and len(nodes) > 1:
                     # As torchrun reads them, which starts the ranks of each node.
                     variables |= {name: str(value) for name, value in {**ranks, "PET_NODE_RANK": at}.items()}
-                seats.append(Seat(self._actors[at], node, placements[at].gpus.get(process, ()), variables))
+                seats.append(Seat(facts[at]["actor"], node, placements[at].gpus.get(process, ()), variables))
         return seats
 
     def _placements(self, of_bundles: Sequence[tuple[Gpu, ...]]) -> list[Placement]:
@@ -137,7 +147,7 @@ class Reservation:
         return [layout.placements[str(at)] for at in range(len(of_bundles))]
 
     async def _facts(self, at: int) -> dict[str, Any]:
-        """The facts of the actor in a bundle, which is started if there is none."""
+        """The actor in a bundle with its facts; it is started if there is none."""
         ray = self._cluster.ray
         for _ in range(_MOST_STARTS):
             if at not in self._actors:
@@ -155,7 +165,7 @@ class Reservation:
                 raise RunError(
                     f"node {facts['node_id'][:6]} has gspo {facts['version']}, and the run {version('gspo')}"
                 )
-            return facts
+            return {**facts, "actor": actor}
         raise RunError(f"{self.demand.in_words()}: actors of Ray die at their start, the last one of this: {reason}")
 
     def _new_actor(self, at: int) -> Any:
@@ -164,6 +174,11 @@ class Reservation:
         options = {"num_cpus": 0, "num_gpus": self.demand.bundles[at].get("GPU", 0), "max_restarts": 0}
         actor = ray.remote(ProcessActor).options(**options, max_concurrency=_THREADS, scheduling_strategy=strategy)
         return actor.remote(dict(os.environ))
+
+    def ask_again(self) -> None:
+        """Give everything back, and ask for as much: Ray gives nothing on a node that is drained."""
+        self.give_back()
+        self._group = self._new_group()
 
     def drop(self, actor: Any) -> None:
         """Kill an actor with its processes; the next call of `seats` makes another."""

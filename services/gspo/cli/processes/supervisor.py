@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from gspo.cli.processes.child import Child, LocalChild, Program
@@ -134,22 +134,22 @@ class ProcessSupervisor:
 
     async def _end_all(self, children: list[Child], patience_s: float, terminate_s: float) -> None:
         """Wait `patience_s` for voluntary ends, then send SIGTERM, and after `terminate_s` SIGKILL."""
-        if await _gone(children, patience_s):
+        if await have_ended(children, patience_s):
             return
         for child in children:
             child.signal(signal.SIGTERM, with_children=False)
-        if await _gone(children, min(_QUIET_S, terminate_s)):
+        if await have_ended(children, min(_QUIET_S, terminate_s)):
             return
         rest_s = max(0.0, terminate_s - _QUIET_S)
         names = ", ".join(child.name for child in children if child.is_running)
         self._say(f"waiting up to {rest_s:g} s for {names} to end")
-        if await _gone(children, rest_s):
+        if await have_ended(children, rest_s):
             return
         for child in children:
             if child.is_running:
                 self._say(f"{child.name} did not end within {terminate_s:g} s of SIGTERM; killing it")
                 child.signal(signal.SIGKILL, with_children=True)
-        await _gone(children, _KILL_S)
+        await have_ended(children, _KILL_S)
 
     def kill(self) -> None:
         """End everything at once."""
@@ -238,7 +238,8 @@ class ProcessSupervisor:
         await wait_until_set(self._ending, pause_s)
 
 
-async def _gone(children: list[Child], timeout_s: float) -> bool:
+async def have_ended(children: Sequence[Child], timeout_s: float) -> bool:
+    """Whether no child has a process, within so many seconds."""
     deadline = time.monotonic() + timeout_s
     while any(child.is_running for child in children):
         if time.monotonic() >= deadline:
