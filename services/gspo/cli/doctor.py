@@ -79,7 +79,7 @@ def _on_device(user: UserConfig) -> tuple[Config, DoctorFinding]:
         config = user.for_device()
         note = user.note(config)
     except InputError as error:
-        return user.for_cpus, DoctorFinding("device", "problem", f"{error.where}: {error.rule}", error.fix)
+        return user.for_cpus, DoctorFinding.refused("device", error)
     return config, DoctorFinding("device", "OK", note or "no value follows from it: every such key is set")
 
 
@@ -112,7 +112,7 @@ def _tried(name: str, check: Callable[[], object], passed: str) -> DoctorFinding
     try:
         check()
     except InputError as error:
-        return DoctorFinding(name, "problem", f"{error.where}: {error.rule}", error.fix)
+        return DoctorFinding.refused(name, error)
     return DoctorFinding(name, "OK", passed)
 
 
@@ -167,7 +167,7 @@ def _checks(config: Config) -> Iterator[DoctorFinding]:
     try:
         placement = place(config, process_names(config, SERVICES), visible_gpus())
     except InputError as error:
-        yield DoctorFinding("GPU placement", "problem", f"{error.where}: {error.rule}", error.fix)
+        yield DoctorFinding.refused("GPU placement", error)
         placement = None
     model = read_planned_model(config) if placement else None
     if placement and placement.gpus:
@@ -198,7 +198,7 @@ def _planned(config: Config, placement: Placement, model: PlannedModel) -> Itera
     try:
         warnings = check_longest(config, placement, model)
     except InputError as error:
-        yield DoctorFinding("longest rollout", "problem", f"{error.where}: {error.rule}", error.fix)
+        yield DoctorFinding.refused("longest rollout", error)
         return
     line = longest_rollout(config, placement, model).line()
     yield DoctorFinding("longest rollout", "warning" if warnings else "OK", "; ".join(warnings) or line or "not known")

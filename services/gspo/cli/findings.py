@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from gspo.cli.processes.gpu_locks import find_holder
 from gspo.cli.processes.redis_server import redis_executable
@@ -47,6 +47,11 @@ class DoctorFinding:
     text: str
     advice: str = ""
     table: str = ""
+
+    @classmethod
+    def refused(cls, name: str, error: InputError) -> Self:
+        """The problem that an error names."""
+        return cls(name, "problem", f"{error.where}: {error.rule}", error.fix)
 
 
 def python() -> DoctorFinding:
