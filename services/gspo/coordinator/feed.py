@@ -100,11 +100,7 @@ class LearnerProgress:
 
     async def ask(self) -> ProgressReply | None:
         """One call; None where no learner is registered or it does not answer."""
-        metadata = token_metadata(self._service.options.token)
-        return await _ask(
-            self._service,
-            lambda learner: learner.Progress(ProgressRequest(), timeout=_CALL_TIMEOUT_S, metadata=metadata),
-        )
+        return await _ask(self._service, lambda learner: learner.Progress, ProgressRequest())
 
     def poll(self) -> ProgressReply | None:
         """Ask in the background every 10 s; returns each answer once."""
@@ -146,7 +142,8 @@ class LearnerResults:
         ask for the same place.
         """
         if self._call is None:
-            self._call = asyncio.create_task(self._ask(first), name="results")
+            asking = _ask(self._service, lambda learner: learner.Results, ResultsRequest(first=first))
+            self._call = asyncio.create_task(asking, name="results")
         await asyncio.wait({self._call}, timeout=_RESULTS_S)
         if not self._call.done():
             return []
@@ -158,20 +155,15 @@ class LearnerResults:
             for group, spread in zip(reply.groups, reply.spreads, strict=True)
         ]
 
-    async def _ask(self, first: int) -> ResultsReply | None:
-        metadata = token_metadata(self._service.options.token)
-        return await _ask(
-            self._service,
-            lambda learner: learner.Results(ResultsRequest(first=first), timeout=_CALL_TIMEOUT_S, metadata=metadata),
-        )
-
     def cancel(self) -> None:
         """Give up the call in flight."""
         if self._call is not None:
             self._call.cancel()
 
 
-async def _ask(service: Service, call: Callable[[Any], Awaitable[Reply]]) -> Reply | None:
+async def _ask(
+    service: Service, method: Callable[[Any], Callable[..., Awaitable[Reply]]], request: Message
+) -> Reply | None:
     """The learner's answer to one call; None where none is registered, it does not answer, or it is another run's."""
     redis, keys = service.redis, service.keys
     address = next((learner.grpc for learner in await list_instances(redis, keys, LEARNER) if learner.grpc), "")
@@ -179,7 +171,8 @@ async def _ask(service: Service, call: Callable[[Any], Awaitable[Reply]]) -> Rep
         return None
     async with open_channel(address, service.config.services.tls) as channel:
         try:
-            reply = await call(LearnerStub(channel))
+            metadata = token_metadata(service.options.token)
+            reply = await method(LearnerStub(channel))(request, timeout=_CALL_TIMEOUT_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 token_rejected_by(service, LEARNER)
