@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -85,27 +85,19 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
             for number in range(task.num_rollouts)
         ]
         try:
-            for finished in asyncio.as_completed(rollouts):
-                if (rollout := await finished) is not None:  # without a segment none pauses
-                    yield rollout
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except (RolloutAbortedError, EngineBrokenError) as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            async with _refusing(context):
+                for finished in asyncio.as_completed(rollouts):
+                    if (rollout := await finished) is not None:  # without a segment none pauses
+                        yield rollout
         finally:  # one has failed, or the caller has cancelled: the engine drops the others
             for driving in rollouts:
                 driving.cancel()
 
     async def Sample(self, request: SampleRequest, context: Context) -> AsyncIterator[SampledTokens]:
         """Tokens behind a context, in pieces as they are sampled."""
-        try:
-            async with aclosing(stream_tokens(self._engine, request)) as pieces:
-                async for piece in pieces:
-                    yield piece
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except (RolloutAbortedError, EngineBrokenError) as error:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        async with _refusing(context), aclosing(stream_tokens(self._engine, request)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     def _limit_tokens(self, task: GroupTask) -> GroupTask:
         """The task, limited to the tokens that the engine has places for."""
@@ -148,6 +140,17 @@ class GenerationGrpcServicer(generation_pb2_grpc.GenerationServicer):
             learner=self._receiver.fence.learner,
             **self._description(),
         )
+
+
+@asynccontextmanager
+async def _refusing(context: Context) -> AsyncIterator[None]:
+    """Refuse a call whose request is wrong, or that the engine ends."""
+    try:
+        yield
+    except ValueError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    except (RolloutAbortedError, EngineBrokenError) as error:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
 def _status(error: Exception) -> grpc.StatusCode:
