@@ -103,11 +103,18 @@ _SUPPLIED: dict[str, Callable[[Sequence[Rollout]], Any]] = {
     # A trial has an answer without tokens.
     "raw_completions": lambda rollouts: [list(rollout.token_ids) or rollout.text for rollout in rollouts],
 }
+# Of one answer; the batch form has lists of them, under these names with an s.
+_VERL_VALUES: dict[str, Callable[[Rollout, dict[str, Any]], Any]] = {
+    "data_source": lambda _, columns: columns.get("data_source", ""),
+    "solution_str": lambda rollout, _: rollout.text,
+    "ground_truth": lambda _, columns: ground_truth(columns),
+    "extra_info": lambda _, columns: columns.get("extra_info") or {},
+}
 OPENRLHF_ARGUMENTS = ("queries", "prompts", "labels")
 _CONVENTION_ARGUMENTS = {
     "trl": (*_TRL_VALUES, *_SUPPLIED),
-    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
-    "verl_batch": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
+    "verl": tuple(_VERL_VALUES),
+    "verl_batch": tuple(f"{name}s" for name in _VERL_VALUES),
     "openrlhf": OPENRLHF_ARGUMENTS,
     "environment": (),
 }
@@ -188,12 +195,7 @@ def _trl_arguments(
 
 def _verl_row(signature: Signature, rollout: Rollout, columns: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
     _refuse_missing(signature, columns, args)
-    values = columns | {
-        "data_source": columns.get("data_source", ""),
-        "solution_str": rollout.text,
-        "ground_truth": ground_truth(columns),
-        "extra_info": columns.get("extra_info") or {},
-    }
+    values = columns | {name: value_of(rollout, columns) for name, value_of in _VERL_VALUES.items()}
     return _taken(signature, values) | args
 
 
@@ -202,12 +204,9 @@ def _verl_batch(
 ) -> dict[str, Any]:
     names = {name for row in columns for name in row}
     _refuse_missing(signature, names, args)
-    values = {name: [row.get(name) for row in columns] for name in names} | {
-        "data_sources": [row.get("data_source", "") for row in columns],
-        "solution_strs": [rollout.text for rollout in rollouts],
-        "ground_truths": [ground_truth(row) for row in columns],
-        "extra_infos": [row.get("extra_info") or {} for row in columns],
-    }
+    pairs = list(zip(rollouts, columns, strict=True))
+    values = {name: [row.get(name) for row in columns] for name in names}
+    values |= {f"{name}s": [value_of(*pair) for pair in pairs] for name, value_of in _VERL_VALUES.items()}
     return _taken(signature, values)
 
 
