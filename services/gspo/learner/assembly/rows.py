@@ -22,7 +22,6 @@ SCHEMA_NUMBER = b"1"
 NO_MINI_BATCH = -1
 # One of each for all rows without them.
 NO_SIZES, NO_IDS = np.empty(0, np.uint8), np.empty(0, np.int32)
-# Advantages are float32, and made in float64, which holds the square of this.
 
 Int = Annotated[int, pa.int64()]
 Small = Annotated[int, pa.int32()]
