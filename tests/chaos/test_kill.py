@@ -41,15 +41,20 @@ def reward(prompts, completions, **columns):
 
 @dataclass
 class KilledRun:
-    """A run under way."""
+    """A run under way.
+
+    Attributes:
+        printed: The file of its output.
+    """
 
     process: subprocess.Popen[bytes]
     run_dir: Path
+    printed: Path
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert self.process.poll() is None, f"the run ended before {what}"
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.printed.read_text()[-4000:]}"
             assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
             time.sleep(0.02)
 
@@ -93,7 +98,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> EndedRun:
     printed = folder / "printed"
     with printed.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-    running = KilledRun(process, folder / "runs" / "chaos")
+    running = KilledRun(process, folder / "runs" / "chaos", printed)
     try:
         running.until(lambda: running.logged(1), "the first step")
         running.kill("generation")

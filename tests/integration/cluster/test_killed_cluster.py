@@ -54,7 +54,7 @@ class ClusterRun:
                 stderr=out,
                 start_new_session=True,
             )
-        return KilledRun(process, self.folder / "runs" / "chaos")
+        return KilledRun(process, self.folder / "runs" / "chaos", self.folder / "printed")
 
     def step(self) -> int:
         """The last logged step."""
