@@ -89,7 +89,8 @@ def test_an_interval_over_three_seeds_decides(
 
 def test_the_seed_that_chose_the_learning_rates_counts_for_nothing() -> None:
     results = on_seeds("gspo", [0.6, 0.6]) | on_seeds("grpo", [0.6] * 3, "grpo")
-    assert judged(results | {"gspo-s0": result("gspo", 0.6)}, LEARNS).verdict == NO_VERDICT
+    chose = {f"{name}-s0": result(name, 0.6) for name in ("gspo", "grpo")}
+    assert judged(results | chose, LEARNS).verdict == NO_VERDICT
 
 
 def test_a_collapse_is_a_reward_below_half_of_the_best_before() -> None:
