@@ -179,6 +179,16 @@ _ALL = (
         least_s=150,
         beside=True,
     ),
+    # vLLM's build for CPUs cannot load it.
+    Part(
+        "parity_linear",
+        "the log-probs again, of a Qwen3.5-0.8B with linear attention",
+        "standard deviation at most 0.05 and 0.005",
+        (*_BOTH, "fla"),
+        "parity",
+        on_cpu=False,
+        beside=True,
+    ),
     Part(
         "engine_graphs",
         "the engine again, as vLLM starts by default: compiled, with CUDA graphs",

@@ -58,7 +58,9 @@ SIZES = {
 }
 
 
+# Models of parts that have another than the dense one of the sizes.
 _MIXTURES = {"cuda": "qwen3-30b-a3b-1-layer", "cpu": "tiny-mixture"}
+_LINEAR = "qwen3.5-0.8b"
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class PartRun:
     @cached_property
     def model(self) -> Path:
         """The folder of the random model."""
+        if self.part.endswith("_linear"):
+            return self.model_of(_LINEAR)
         return self.model_of(_MIXTURES[self.device] if self.is_mixture else self.sizes.shape)
 
     def model_of(self, shape: str) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.tiny_model import make_tokenizer
 
@@ -30,6 +30,7 @@ QWEN3_8B: dict[str, Any] = _QWEN3 | {
     "tie_word_embeddings": False,
 }
 _QWEN3_30B_A3B: dict[str, Any] = _QWEN3 | {
+    "model_type": "qwen3_moe",
     "hidden_size": 2048,
     "moe_intermediate_size": 768,
     "num_experts": 128,
@@ -38,6 +39,20 @@ _QWEN3_30B_A3B: dict[str, Any] = _QWEN3 | {
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
+}
+# Three of four layers have linear attention.
+_QWEN3_5_0_8B: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248_320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "tie_word_embeddings": True,
 }
 _TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -55,15 +70,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b-9-layers": QWEN3_8B | {"num_hidden_layers": 9},
     "qwen3-30b-a3b-1-layer": _QWEN3_30B_A3B | {"num_hidden_layers": 1},
     "qwen3-30b-a3b-4-layers": _QWEN3_30B_A3B | {"num_hidden_layers": 4},
+    "qwen3.5-0.8b": _QWEN3_5_0_8B,
     "tiny": _TINY,
     "tiny-untied": _TINY | {"tie_word_embeddings": False},
-    "tiny-mixture": _TINY | {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    "tiny-mixture": _TINY
+    | {"model_type": "qwen3_moe", "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
 }
 
 
 def random_model(folder: Path, shape: str, device: str) -> Path:
-    """A random Qwen3, dense or a mixture, of a shape of SHAPES in bfloat16, with the character tokenizer; made once a
-    folder.
+    """A random Qwen3 (dense, mixture, or 3.5) of a shape of SHAPES in bfloat16, with the character tokenizer; made once
+    a folder.
 
     Its matrices are spread twice as wide as a fresh model's, so that its answers' distribution is not flat and a
     fault shows in the log-probs.
@@ -79,9 +96,8 @@ def random_model(folder: Path, shape: str, device: str) -> Path:
 
 def _draw_model(folder: Path, shape: str, device: str) -> None:
     tokenizer = make_tokenizer()
-    is_mixture = "num_experts" in SHAPES[shape]
-    config = (Qwen3MoeConfig if is_mixture else Qwen3Config)(
-        **{"vocab_size": len(tokenizer), **SHAPES[shape]},
+    config = AutoConfig.for_model(
+        **{"model_type": "qwen3", "vocab_size": len(tokenizer), **SHAPES[shape]},
         max_position_embeddings=8192,
         initializer_range=0.04,
         eos_token_id=tokenizer.eos_token_id,
@@ -92,6 +108,6 @@ def _draw_model(folder: Path, shape: str, device: str) -> None:
     # On the device: a CPU takes minutes to draw 8 billion numbers.
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
-        model = (Qwen3MoeForCausalLM if is_mixture else Qwen3ForCausalLM)._from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)  # the last, so that its file says that all is there

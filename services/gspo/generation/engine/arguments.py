@@ -19,6 +19,7 @@ OWN_ARGS: Mapping[str, str] = {
     "max_logprobs": "it follows from the largest `sampling.top_k`",
     "weight_transfer_config": "the weights come from the learner",
     "enable_prefix_caching": "the prompts of a group share their prefix",
+    "language_model_only": "only text is trained, so an engine has no vision tower",
     "max_num_seqs": "set `generation.max_rollouts`",
     "disable_log_stats": "the service counts itself, see /metrics",
     "enable_log_requests": "requests are logged by rollout id",
@@ -111,7 +112,7 @@ ALLOWED_ARGS = frozenset(
     enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint enable_shm_tensor_arena enforce_eager
     engram_config expert_placement_strategy fail_on_environ_validation gdn_prefill_backend gpu_memory_utilization
     ir_op_priority jit_monitor_mode jit_monitor_verbose kda_decode_backend kda_prefill_backend kernel_config
-    kv_cache_dtype kv_cache_dtype_skip_layers kv_cache_memory_bytes kv_sharing_fast_prefill language_model_only
+    kv_cache_dtype kv_cache_dtype_skip_layers kv_cache_memory_bytes kv_sharing_fast_prefill
     linear_backend log_config_file log_level logging_config long_prefill_token_threshold
     long_prefill_token_threshold_adaptive
     mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_config

@@ -102,7 +102,9 @@ class Engine:
             started = cls(await _in_thread(partial(AsyncLLM.from_engine_args, args)), version)
         await started._llm.engine_core.set_weight_version_async(str(version))
         longest = started._llm.model_config.max_model_len
-        await started.generate("warm-up", [0], EngineSampling(max_tokens=min(4, longest - 1), ignore_eos=True))
+        # vLLM's linear attention on CPUs takes no prompt of one token.
+        prompt = [0] * min(2, longest - 1)
+        await started.generate("warm-up", prompt, EngineSampling(min(4, longest - len(prompt)), ignore_eos=True))
         return started
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: EngineSampling) -> Completion:
@@ -384,6 +386,7 @@ def engine_arguments(
         max_logprobs=MOST_KEPT,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         enable_prefix_caching=True,
+        language_model_only=True,
         max_num_seqs=generation.max_rollouts,
         **_draft_arguments(generation.draft_tokens),
         trust_remote_code=trust_remote_code,
