@@ -99,7 +99,8 @@ class ClusterRun:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndedRun]:
     """The run after all kills."""
     folder = tmp_path_factory.mktemp("cluster")
-    with ray_cluster(head={"num_cpus": 2}, n1={"num_cpus": 4}, n2={"num_cpus": 4}) as cluster:
+    # On a busy machine, a head takes longer to come back.
+    with ray_cluster(head_s=120, head={"num_cpus": 2}, n1={"num_cpus": 4}, n2={"num_cpus": 4}) as cluster:
         run = ClusterRun(folder, cluster)
         try:
             run.running.until(lambda: run.step() >= 1, "the first step", 400.0)

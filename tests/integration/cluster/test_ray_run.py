@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from gspo.cli.cluster import ray_cluster as ray_cluster_module
 from gspo.cli.cluster.ray_run import run_on_ray
 from gspo.cli.run.scaling import scale
 from gspo.common.errors import InputError
+from gspo.common.host.module_command import POLICIES_VARIABLE
+from gspo.common.network.credentials import ADDRESS_VARIABLE
 from tests.integration.cli.test_run import Gspo
 from tests.support.cluster.ray_cluster import RayNodesHere, actor_of, processes_with, ray_cluster, until
 
@@ -44,6 +46,17 @@ def refusal(gspo: Gspo) -> str:
     with pytest.raises(InputError) as error:
         run_on_ray(gspo.folder / "config.yaml", resume=False, plain=True, console=Console(quiet=True))
     return str(error.value)
+
+
+def files_of_policies(gspo: Gspo, names: Iterable[str]) -> dict[str, set[int]]:
+    """By address of a node, the inodes of the files in which its generators keep policies."""
+    files: dict[str, set[int]] = {}
+    for name in names:
+        (process,) = processes_with(f"--name {name}", gspo.folder)
+        variables = process.environ()
+        inode = Path(variables[POLICIES_VARIABLE]).stat().st_ino
+        files.setdefault(variables[ADDRESS_VARIABLE], set()).add(inode)
+    return files
 
 
 @pytest.mark.parametrize(
@@ -100,6 +113,7 @@ def test_what_dies_starts_again_elsewhere_and_a_killed_driver_leaves_nothing(gsp
     process = gspo.start("config.yaml", "--cluster", "ray", "--plain", fake="learner:child", services=SERVICES)
     names = ("generation-0", "generation-1", "generation-2", "reward-0", "learner-0")
     until(lambda: all(gspo.starts(name) for name in names), "the first start of all")
+    assert all(len(files) == 1 for files in files_of_policies(gspo, names[:3]).values())
     # One whose process, one whose actor and one whose node dies.
     (learner,) = processes_with("--name learner-0", gspo.folder)
     learner.kill()
@@ -146,6 +160,8 @@ def test_a_joined_node_is_used_and_a_lost_head_ends_the_run(gspo: Gspo, cluster:
     cluster.lose("other")
     cluster.add("joined", num_cpus=1)
     until(lambda: len(list(gspo.run_dir.glob("generation-*.starts"))) == number, "the last generator")
+    files = files_of_policies(gspo, [f"generation-{at}" for at in range(number)])
+    assert sum(map(len, files.values())) == len(files) < number, "a file for each node"
     scale(gspo.run_dir, "generation=3")
     until(lambda: not processes_with("--name generation-3", gspo.folder), "the end of those that are too many")
     cluster.lose_head()

@@ -101,8 +101,12 @@ class RayNodesHere:
 
 
 @contextmanager
-def ray_cluster(**nodes: Mapping[str, float]) -> Iterator[RayNodesHere]:
-    """A cluster with a token; by name, the resources of each node, the head's first."""
+def ray_cluster(*, head_s: int = 30, **nodes: Mapping[str, float]) -> Iterator[RayNodesHere]:
+    """A cluster with a token; by name, the resources of each node, the head's first.
+
+    Args:
+        head_s: All ends so long after the head; by default after a minute.
+    """
     # Ray's sockets have names in this folder, whose length Linux limits.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     Path(folder, "gcs").mkdir()
@@ -114,11 +118,10 @@ def ray_cluster(**nodes: Mapping[str, float]) -> Iterator[RayNodesHere]:
         # A node is lost after three seconds of silence; by default after fifteen.
         "RAY_health_check_failure_threshold": "3",
         "RAY_health_check_period_ms": "1000",
-        # All ends so long after the head; by default after a minute.
-        # It keeps its state here over its own death.
+        # The head keeps its state here over its own death.
         "RAY_gcs_storage": "rocksdb",
         "RAY_gcs_storage_path": f"{folder}/gcs",
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(head_s),
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():

@@ -41,12 +41,8 @@ class ProcessActor:
         # An id of its own: on the driver's node, the driver's guard and this one have other processes.
         own_id = uuid.uuid4().hex
         # A generator that starts again in this bundle has its last policy.
-        policies = f"/proc/{os.getpid()}/fd/{os.memfd_create('gspo-policies')}"
-        self._own_variables = {
-            ADDRESS_VARIABLE: ray.util.get_node_ip_address(),
-            SUPERVISOR_VARIABLE: own_id,
-            POLICIES_VARIABLE: policies,
-        }
+        self._policies = os.memfd_create("gspo-policies")
+        self._own_variables = {ADDRESS_VARIABLE: ray.util.get_node_ip_address(), SUPERVISOR_VARIABLE: own_id}
         self._environment = node_environment(os.environ, driver)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         # Ray kills an actor with its children, and not what these have started, such as an engine's own processes.
@@ -60,6 +56,20 @@ class ProcessActor:
             port = int(probe.getsockname()[1])
         gpus = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
         return {"node_id": self._node_id, "version": version("gspo"), "gpus": gpus, "port": port}
+
+    def policies(self) -> str:
+        """The file in memory for the policies of its generators, which it outlives."""
+        return f"/proc/{os.getpid()}/fd/{self._policies}"
+
+    def share_policies(self, path: str) -> bool:
+        """Have another actor's file in common, before anything is started; whether it can be opened."""
+        try:
+            other = os.open(path, os.O_RDWR)
+        except OSError:
+            return False
+        os.close(self._policies)
+        self._policies = other
+        return True
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str], log: str) -> int:
         """Start a process, with its output appended to a log on the shared disk; returns its id."""
@@ -106,7 +116,7 @@ class ProcessActor:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**self._environment, **variables, **self._own_variables},
+            env={**self._environment, **variables, **self._own_variables, POLICIES_VARIABLE: self.policies()},
             start_new_session=True,
         )
 

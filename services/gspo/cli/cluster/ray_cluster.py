@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -70,11 +71,13 @@ class RayCluster:
 
     Attributes:
         head: Address of the head (Ray's GCS).
+        holders: By node, the actors that keep the policies of its generators.
     """
 
     def __init__(self, namespace: str) -> None:
         self.ray = _connected(namespace)
         self.own_id = str(self.ray.get_runtime_context().get_node_id())
+        self.holders: defaultdict[str, list[Any]] = defaultdict(list)
         self._surveyed: dict[str, ClusterNode] = {}
         self._survey = threading.Lock()
         self._folder = Path()

@@ -157,6 +157,8 @@ class Reservation:
             actor = self._actors[at]
             try:
                 facts = dict(await actor.facts.remote())
+                if any(process.startswith(GENERATION) for process in self.demand.processes):
+                    await self._share_policies(actor, self._cluster.holders[str(facts["node_id"])])
             except ray.exceptions.RayActorError as error:
                 self.drop(actor)
                 reason = error
@@ -167,6 +169,21 @@ class Reservation:
                 )
             return {**facts, "actor": actor}
         raise RunError(f"{self.demand.in_words()}: actors of Ray die at their start, the last one of this: {reason}")
+
+    async def _share_policies(self, actor: Any, holders: list[Any]) -> None:
+        """Let a new actor have the policies of another one on its node: a push is then one for all generators there."""
+        if actor in holders:
+            return
+        earlier = [*holders]
+        holders.append(actor)
+        for other in earlier:
+            try:
+                path = await other.policies.remote()
+            except self._cluster.errors.RayActorError:
+                holders.remove(other)
+                continue
+            if await actor.share_policies.remote(path):
+                return
 
     def _new_actor(self, at: int) -> Any:
         ray = self._cluster.ray
