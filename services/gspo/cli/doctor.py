@@ -86,7 +86,7 @@ def _on_device(user: UserConfig) -> tuple[Config, DoctorFinding]:
 def _findings(config: Config | None) -> Iterator[DoctorFinding]:
     """The findings of the machine, against the needs of a run where its configuration is given."""
     model, files = _model(config) if config else (None, None)
-    memory_gib, disk_gib, shared_gib = _needs_gib(config, files) if config and files else (None, None, None)
+    memory_gib, disk_gib = _needs_gib(config, files) if config and files else (None, None)
     yield findings.python()
     yield from findings.packages()
     yield findings.cores()
@@ -95,7 +95,7 @@ def _findings(config: Config | None) -> Iterator[DoctorFinding]:
         yield model
     yield findings.memory(memory_gib)
     yield findings.disk(config.run.directory if config else Path(), disk_gib)
-    yield findings.shared_memory(shared_gib)
+    yield findings.shared_memory()
     yield findings.compiler()
     yield findings.numa()
     yield findings.sandbox(config.reward.sandbox_minimum if config else _SANDBOX_MINIMUM)
@@ -129,8 +129,8 @@ def _model(config: Config) -> tuple[DoctorFinding, ModelFiles | None]:
     return DoctorFinding("model", "OK", f"{folder}: {files.num_parameters:,} parameters"), files
 
 
-def _needs_gib(config: Config, files: ModelFiles) -> tuple[float, float, float]:
-    """GiB of memory, of disk and of shared memory that a run needs.
+def _needs_gib(config: Config, files: ModelFiles) -> tuple[float, float]:
+    """GiB of memory and of disk that a run needs.
 
     On the disk are checkpoints, one more while it is written, exports, and the log. A checkpoint has two moments in
     fp32 of each trained weight, and without LoRA all weights.
@@ -143,8 +143,7 @@ def _needs_gib(config: Config, files: ModelFiles) -> tuple[float, float, float]:
     # The best version, and one that is not measured yet.
     exports = 3 if config.evaluation.keep_best else 1
     disk = 1.0 + (12 * trained * (config.run.keep_checkpoints + 1) + 4 * files.num_parameters * exports) / GIB
-    staged = policy_bytes(config, files.num_parameters) * config.generation.replicas / GIB
-    return _memory_gib(config, files, on_gpus=on_gpus), disk, staged
+    return _memory_gib(config, files, on_gpus=on_gpus), disk
 
 
 def _memory_gib(config: Config, files: ModelFiles, *, on_gpus: bool) -> float:

@@ -87,14 +87,13 @@ def disk(folder: Path, needed_gib: float | None) -> DoctorFinding:
     return _space("disk", free, f" at {existing}", needed_gib or 1.0, use, advice)
 
 
-def shared_memory(needed_gib: float | None) -> DoctorFinding:
-    """The tmpfs through which weights reach the engine."""
+def shared_memory() -> DoctorFinding:
+    """The tmpfs through which NCCL connects ranks, and vLLM the processes of an engine."""
     name, path = "shared memory", Path("/dev/shm")  # noqa: S108 - looked at, not written
     if not path.is_dir():
-        advice = "Weights reach the engine more slowly; mount a tmpfs there"
-        return DoctorFinding(name, "warning", f"{path} does not exist", advice)
+        return DoctorFinding(name, "warning", f"{path} does not exist", "Several GPUs need it; mount a tmpfs there")
     advice = "Give it more: docker run --shm-size, or remount with a larger size="
-    return _space(name, shutil.disk_usage(path).free, f" at {path}", needed_gib or 0.5, "needed", advice)
+    return _space(name, shutil.disk_usage(path).free, f" at {path}", 0.5, "needed", advice)
 
 
 def _space(name: str, free_bytes: float, where: str, needed_gib: float, use: str, advice: str) -> DoctorFinding:

@@ -14,7 +14,7 @@ from typing import Any
 from gspo.common.config.schema import Config
 from gspo.common.host.machine import CACHE_ARGUMENT, PARALLEL_ARGUMENTS, SHARE_ARGUMENT, gpus_of_engine
 from gspo.common.model.trained_parameters import TrainedSize
-from gspo.common.planning.host_memory import HostMemory, fullest_host
+from gspo.common.planning.host_memory import HostMemory, fullest_host, generators_a_host
 from gspo.common.planning.longest import (
     engine_share,
     enough_tokens,
@@ -91,6 +91,7 @@ class Choice:
         rank: Memory of each rank.
         generator: Memory of a generator on each of its GPUs.
         host: Memory of the fullest host.
+        generator_hosts: Hosts with generators, each of which takes a policy once.
         shortages: Every place without enough memory; none if the choice fits.
     """
 
@@ -99,6 +100,7 @@ class Choice:
     rank: RankMemory
     generator: GeneratorMemory
     host: HostMemory
+    generator_hosts: int
     shortages: tuple[Shortage, ...]
 
     @property
@@ -307,7 +309,9 @@ def _with_memory(config: Config, profile: ModelProfile, size: TrainedSize, machi
     ranks = config.learner.ranks
     rank = rank_memory(config, size, ranks, profile=profile)
     generator = generator_memory(config, profile, total, share=share, tensor_parallel=parallel)
-    host = fullest_host(config, size, ranks, machine.num_gpus, machine.gpus_per_host)
+    gpus = (machine.num_gpus, machine.gpus_per_host)
+    host = fullest_host(config, size, ranks, *gpus)
+    generator_hosts = -(-config.generation.replicas // generators_a_host(config, *gpus))
     kept = kept_by_generators(config, total, int(on_same_gpus))
     cache = config.algorithm.longest_branch * kv_bytes(config, profile, parallel)
     needs = (
@@ -324,7 +328,7 @@ def _with_memory(config: Config, profile: ModelProfile, size: TrainedSize, machi
         Shortage(_HOST, vars(host), machine.host_bytes),
     )
     shortages = tuple(need for need in needs if need.missing_bytes > 0)
-    return Choice(config, on_same_gpus, rank, generator, host, shortages)
+    return Choice(config, on_same_gpus, rank, generator, host, generator_hosts, shortages)
 
 
 def trained_size_of(config: Config, profile: ModelProfile) -> TrainedSize:

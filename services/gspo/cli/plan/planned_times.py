@@ -57,7 +57,8 @@ class PlannedTimes:
         make: The copy of a version to host memory, which the learner waits for at worst.
         send: The search for changes, their way to all generators, and the new policy there, while they sample.
         load: The pause of an engine.
-        sent_bytes: Bytes of an update to all generators: (changes at the lowest share, at the highest, whole policies).
+        sent_bytes: Bytes of an update to all hosts of generators: (changes at the lowest share, at the highest, whole
+            policies).
         fast, slow: The run at the fast and at the slow end of all rates.
     """
 
@@ -90,7 +91,7 @@ def times_of(
     if config.placement == "shared":
         shift = seconds(2 * choice.rank.states, rates["to_host_bytes_s"])
     concurrency, token, generation = _sampling(choice, profile, lengths, gpu, rates)
-    low, high = (share * policy * choice.replicas for share in (CHANGED_SHARE.low, CHANGED_SHARE.high))
+    low, high = (share * policy * choice.generator_hosts for share in (CHANGED_SHARE.low, CHANGED_SHARE.high))
     # Each rank copies and packs the layers that it owns.
     own = policy / choice.ranks
     send = seconds(own, rates["pack_bytes_s"], _PACKING) + seconds(policy, rates["stage_bytes_s"])
@@ -112,7 +113,7 @@ def times_of(
         )
         for end in ("low", "high")
     )
-    sent = (low, high, policy * choice.replicas)
+    sent = (low, high, policy * choice.generator_hosts)
     return PlannedTimes(products, offload, shift, concurrency, token, generation, make, send, load, sent, fast, slow)
 
 

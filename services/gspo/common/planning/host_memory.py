@@ -38,13 +38,20 @@ class HostMemory:
 def host_memory(config: Config, size: TrainedSize, *, ranks: int, ranks_here: int, generators_here: int) -> HostMemory:
     """The memory of a host with so many of the ranks, the first one included, and so many generators."""
     has_ranks = ranks_here > 0
-    is_only_host = ranks_here == ranks and generators_here == config.generation.replicas
     return HostMemory(
         ranks=learner_host_bytes(config, size, ranks, ranks_here, on_gpu=True) if has_ranks else 0.0,
         published=published_bytes(config, size.num_parameters, ranks, ranks_here),
-        staged=staged_bytes(config, size.num_parameters, generators_here, in_common=is_only_host),
+        staged=staged_bytes(config, size.num_parameters, generators_here),
         processes=PROCESSES_GIB * GIB,
     )
+
+
+def generators_a_host(config: Config, num_gpus: int, gpus_per_host: int) -> int:
+    """Generators of a host that has some: all of them on one host, else as many as fit beside no rank."""
+    replicas = config.generation.replicas
+    if num_gpus <= gpus_per_host:
+        return replicas
+    return min(replicas, gpus_per_host // gpus_of_engine(config.generation.engine))
 
 
 def fullest_host(config: Config, size: TrainedSize, ranks: int, num_gpus: int, gpus_per_host: int) -> HostMemory:
@@ -52,10 +59,9 @@ def fullest_host(config: Config, size: TrainedSize, ranks: int, num_gpus: int, g
 
     One host has everything; of several, some have ranks alone and others generators.
     """
-    replicas = config.generation.replicas
+    generators_here = generators_a_host(config, num_gpus, gpus_per_host)
     if num_gpus <= gpus_per_host:
-        return host_memory(config, size, ranks=ranks, ranks_here=ranks, generators_here=replicas)
-    generators_here = min(replicas, gpus_per_host // gpus_of_engine(config.generation.engine))
+        return host_memory(config, size, ranks=ranks, ranks_here=ranks, generators_here=generators_here)
     hosts = (
         host_memory(config, size, ranks=ranks, ranks_here=min(ranks, gpus_per_host), generators_here=0),
         host_memory(config, size, ranks=ranks, ranks_here=0, generators_here=generators_here),

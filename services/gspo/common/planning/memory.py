@@ -32,7 +32,8 @@ _BLOCK_ROWS = 256
 _COMPILED_SHARE = 0.65
 # Policies that the ranks share and keep for pushes: the newest, the next while it is made, one still packed or sent.
 _PUBLISHED = 3
-# Policies in the host memory of a generator with a GPU: the served one and the next one.
+# Policies in the memory of a host of generators with GPUs: the served one and the next one. Several keep one more, for
+# those that are behind.
 _STAGED = 2
 # Assumed for vLLM: CUDA graphs and workspaces, and the copies of the logits of a batch that its sampler makes.
 _ENGINE_BYTES, _SAMPLER_COPIES = 2 * GIB, 3
@@ -302,15 +303,9 @@ def published_bytes(config: Config, num_parameters: int, ranks: int, ranks_here:
     return _PUBLISHED * policy_bytes(config, num_parameters) * ranks_here / ranks
 
 
-def staged_bytes(config: Config, num_parameters: int, generators_here: int, *, in_common: bool) -> float:
-    """Bytes of the policies that a host's generators with GPUs keep in its memory.
-
-    Args:
-        in_common: Whether one `gspo run` has started all of them; on a cluster each has its own.
-    """
-    policies = _STAGED * generators_here
-    if in_common and generators_here > 1:
-        policies = _STAGED + 1
+def staged_bytes(config: Config, num_parameters: int, generators_here: int) -> float:
+    """Bytes of the policies that a host's generators with GPUs have in common in its memory."""
+    policies = _STAGED + (generators_here > 1) if generators_here else 0
     return policies * policy_bytes(config, num_parameters)
 
 

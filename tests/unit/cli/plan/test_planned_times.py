@@ -96,8 +96,10 @@ def test_shifts_move_the_states_there_and_back() -> None:
     assert times(choice_of()).shift.high == 0
 
 
-def test_an_update_sends_a_share_of_each_policy() -> None:
-    choice = choice_of()
+@pytest.mark.parametrize(("num_gpus", "num_hosts"), [(8, 1), (64, 4)])
+def test_an_update_sends_a_share_of_a_policy_to_each_host_of_generators(num_gpus: int, num_hosts: int) -> None:
+    choice = choice_of(num_gpus, generation={"engine": {"tensor_parallel_size": 1}})
     low, high, whole = times(choice).sent_bytes
-    assert whole == 2 * QWEN3_8B.num_parameters * choice.replicas
+    assert whole == 2 * QWEN3_8B.num_parameters * num_hosts
+    assert choice.replicas > num_hosts
     assert (low / whole, high / whole) == pytest.approx((0.023, 0.091))
