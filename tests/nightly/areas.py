@@ -18,7 +18,10 @@ _PYTEST = (sys.executable, "-m", "pytest", "-q")
 _PAGES = ("tests/browser/pages.py", "tests/browser/run_page.py", "tests/browser/function_page.py")
 _LONG_TESTS = re.compile(r"pytest\.mark\.long|^@given\(|RuleBasedStateMachine", re.MULTILINE)
 # A thousand examples, each with processes, may take longer than the limit of a test in `make test`.
-_MANY_EXAMPLES = ("-m", "long or hypothesis", "--hypothesis-profile", "many", "--timeout", "1800")
+_MANY_EXAMPLES = (
+    *("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"),
+    *("-m", "long or hypothesis", "--hypothesis-profile", "many", "--timeout", "1800"),
+)
 # Of the day: an interrupted night continues its rounds, and the next one has other strikes.
 _SEED = str(datetime.datetime.now(tz=datetime.UTC).toordinal())
 _ROUNDS = ROOT / ".cache/nightly" / f"chaos-{_SEED}"
