@@ -202,10 +202,9 @@ class GenerationLoop:
             # A drain leaves it to others. Otherwise another generator has it, or its group has ended.
             self._driver.hand_over(rollout, None if self._cuts_off else partial(_goes_on, leased))
             raise
-        if finished is None:
-            self._release(leased, 1)
-            return
         self._release(leased, 1)
+        if finished is None:
+            return
         del leased.in_flight[rollout.number]
         stream, payload = leased.source.finished_stream, finished.SerializeToString()
         output = EntryOutput(leased.delivery, stream, payload, rollout.rollout_key, rollout.tokens())
