@@ -11,10 +11,14 @@ _NAME = re.compile(r"step-(\d{6,})")
 def whole_checkpoints(run_dir: Path) -> dict[int, Path]:
     """The folders of the whole checkpoints by step, in order; reads no file's content but the manifests'."""
     folder = run_dir / CHECKPOINTS
-    if not folder.is_dir():
-        return {}
+    named = checkpoint_folders(folder) if folder.is_dir() else {}
+    return {step: path for step, path in named.items() if _is_whole(path)}
+
+
+def checkpoint_folders(folder: Path) -> dict[int, Path]:
+    """The checkpoints below a folder by step, in order, whole or not."""
     named = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return {step: path for step, path in sorted(named.items()) if _is_whole(path)}
+    return dict(sorted(named.items()))
 
 
 def _is_whole(checkpoint: Path) -> bool:

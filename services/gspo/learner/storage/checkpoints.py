@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 from gspo.common.host.durable_write import fsync, replace_file
 from gspo.learner.storage.durable_files import temporary
+from gspo.runlog.checkpoint_files import MANIFEST, checkpoint_folders
 
-MANIFEST = "manifest.json"
-_NAME = re.compile(r"step-(\d{6,})")
 _DAMAGED = ".damaged"
 
 
@@ -73,7 +71,7 @@ class Checkpoints:
 
     def all_steps(self) -> list[int]:
         """The steps that have a checkpoint folder, damaged or not, in order."""
-        return sorted(int(match[1]) for folder in self.folder.iterdir() if (match := _NAME.fullmatch(folder.name)))
+        return list(checkpoint_folders(self.folder))
 
     def steps(self) -> list[int]:
         """The steps that have a whole checkpoint, in order."""
