@@ -32,7 +32,7 @@ def note_refusal(protocol: CallProtocol, reason: str, *, caller: str, target: st
         detail: The cause for a reader.
     """
     metrics.CALLS_REFUSED.labels(protocol, reason).inc()
-    key, now = (protocol, reason, _without_port(caller)), time.monotonic()
+    key, now = (protocol, reason, caller.rpartition(":")[0]), time.monotonic()
     if now - _logged_at.get(key, -_QUIET_S) < _QUIET_S:
         return
     _logged_at[key] = now
@@ -55,8 +55,3 @@ def token_accepted_by(service: HasReadiness, peer: str) -> None:
     """Another service accepts our token, or has ended."""
     if service.problems.pop(f"token for {peer}", None):
         log.info("token_accepted", peer=peer)
-
-
-def _without_port(address: str) -> str:
-    """ipv4:10.0.0.1:4711 -> ipv4:10.0.0.1."""
-    return address.rpartition(":")[0]

@@ -206,13 +206,10 @@ class ChangeChain:
     async def _pack(self, changes: WeightUpdate) -> None:
         self._num_bytes[changes.target.version] = await changes.pack()
         most = _MOST_KEPT_SHARE * changes.own_bytes
-        while len(self._links) > 1 and sum(map(self._bytes_of, self._links)) > most:
+        while len(self._links) > 1 and sum(self._num_bytes.get(link.target.version, 0) for link in self._links) > most:
             self._links.popleft()
         kept = {link.target.version for link in self._links}
         self._num_bytes = {version: num for version, num in self._num_bytes.items() if version in kept}
-
-    def _bytes_of(self, link: WeightUpdate) -> int:
-        return self._num_bytes.get(link.target.version, 0)
 
 
 def push_header(target: PolicyFacts, base: PolicyFacts | None, *, run: str, epoch: int, learner: str) -> PushHeader:
