@@ -9,6 +9,7 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -38,35 +39,40 @@ _VIEWS = {"light": (1400, False), "dark": (1400, True), "narrow": (420, False)}
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    folder = make_run(tmp_path, make_tiny_model(tmp_path / "model")).run_dir
-    (folder / ENVIRONMENT_NAME).write_text("{}")
-    with RunDir(folder) as run:
+    return trained_run(tmp_path, reward=0.7)
+
+
+def trained_run(folder: Path, reward: float) -> Path:
+    """Twenty steps, and evaluations at both ends."""
+    run_dir = make_run(folder, make_tiny_model(folder / "model")).run_dir
+    (run_dir / ENVIRONMENT_NAME).write_text("{}")
+    with RunDir(run_dir) as run:
         evaluate(run, 0, 0.35)
         train(run, 1, 20)
-        evaluate(run, 20, 0.7)
-    write_report(folder, finished={"end": "completed", "reason": "run.total_steps reached"})
-    return folder
+        evaluate(run, 20, reward)
+    write_report(run_dir, finished={"end": "completed", "reason": "run.total_steps reached"})
+    return run_dir
 
 
-@pytest.fixture
-async def url(run_dir: Path) -> AsyncIterator[str]:
-    """Address of the page, as the command prints it."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gspo.cli", "view", str(run_dir), "--port", "0", stdout=asyncio.subprocess.PIPE
-    )
+@asynccontextmanager
+async def page_of(*run_dirs: Path) -> AsyncIterator[str]:
+    """Address of the page of runs, as the command prints it."""
+    words = [sys.executable, "-m", "gspo.cli", "view", *map(str, run_dirs), "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
     try:
         async with asyncio.timeout(_START_S):
             assert process.stdout is not None
-            yield (await process.stdout.readline()).decode().strip()
+            address = (await process.stdout.readline()).decode().strip()
+        yield address
     finally:
         process.terminate()
         await process.wait()
 
 
 @pytest.mark.parametrize("place", ["page", "report"])
-async def test_the_curves_are_drawn(url: str, run_dir: Path, tmp_path: Path, place: str) -> None:
+async def test_the_curves_are_drawn(run_dir: Path, tmp_path: Path, place: str) -> None:
     """By the server of the page, and by the report from the disk alone."""
-    async with open_tab(tmp_path / "profile") as tab:
+    async with page_of(run_dir) as url, open_tab(tmp_path / "profile") as tab:
         address = url if place == "page" else (run_dir / PAGE_NAME).as_uri()
         await tab.load(address, f"document.querySelectorAll('canvas').length >= {len(curves_of(RunHistory(run_dir)))}")
         page = await tab.text()
@@ -77,4 +83,15 @@ async def test_the_curves_are_drawn(url: str, run_dir: Path, tmp_path: Path, pla
         assert await tab.value(_WITHOUT_INK) == []
         for view, (width, is_dark) in _VIEWS.items():
             picture = await tab.picture(f"{place}-{view}", width, is_dark=is_dark)
+            assert picture.stat().st_size > 50_000, "a page with curves"
+
+
+async def test_the_curves_of_two_runs_are_drawn(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = trained_run(tmp_path / "other", reward=0.5)
+    async with page_of(run_dir, other) as url, open_tab(tmp_path / "profile") as tab:
+        await tab.load(url.rstrip("/") + "/compare", "document.querySelectorAll('canvas').length >= 8")
+        assert await tab.value(_WITHOUT_INK) == []
+        for view, (width, is_dark) in _VIEWS.items():
+            picture = await tab.picture(f"comparison-{view}", width, is_dark=is_dark)
             assert picture.stat().st_size > 50_000, "a page with curves"
