@@ -33,8 +33,8 @@ from gspo.common.planning.memory import (
 )
 from gspo.common.planning.model_profile import ModelProfile
 
-# The most generators, and the least share of a GPU that an engine is tried with.
-_MOST_REPLICAS, _LEAST_SHARE = 64, 0.05
+# The least share of a GPU that an engine is tried with.
+_LEAST_SHARE = 0.05
 _PARALLEL = (1, 2, 4, 8)
 _MIB = 1 << 20
 # Longest rollouts in the KV cache of a generator, below which it gets more GPUs: it would sample few at a time.
@@ -206,7 +206,7 @@ def choices(
         ]
         for number, parallel in splits if replicas else sorted(splits, key=itemgetter(0)):
             rest = machine.num_gpus if _on_same_gpus(config, machine) else machine.num_gpus - number
-            generators = replicas or min(_MOST_REPLICAS, max(1, rest // parallel))
+            generators = replicas or max(1, rest // parallel)
             for chosen in saving:
                 split = _split(chosen, number, generators, parallel)
                 beside = _beside_learner(split, profile, size, machine)
