@@ -113,6 +113,22 @@ def test_resume_takes_a_run_directory(tmp_path: Path, raw_config: dict[str, Any]
         decide_start(moved, resume=False)
 
 
+def test_a_run_whose_ranks_the_user_started_goes_on_with_ranks_of_gspo(
+    tmp_path: Path, raw_config: dict[str, Any]
+) -> None:
+    """Stored by a version that had `learner.ranks: 0`."""
+    file = write(tmp_path / "config.yaml", raw_config)
+    run_dir = started(file, trained=True).run_dir
+    stored = yaml.safe_load((run_dir / "config.yaml").read_text())
+    stored["learner"]["ranks"] = 0
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(stored))
+    fix = r"Set it to the ranks of all machines in your configuration; .* `gspo run CONFIG\.yaml --resume`"
+    with pytest.raises(InputError, match=rf"learner\.ranks: 0 left the start of the ranks to you, .* {fix}"):
+        decide_start(run_dir, resume=True)
+    raw_config["learner"] = {"ranks": 2}
+    assert decide_start(write(file, raw_config), resume=True).changes == ("learner.ranks: 0 -> 2",)
+
+
 def test_resume_without_a_run_is_refused(tmp_path: Path, raw_config: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"has no run to resume.*Leave --resume out"):
         decide_start(write(tmp_path / "config.yaml", raw_config), resume=True)

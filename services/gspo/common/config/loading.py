@@ -128,7 +128,8 @@ def check_ranks(config: Config) -> None:
         raise InputError(
             "learner.ranks",
             "0 left the start of the ranks to you, which gspo no longer does",
-            "Set the ranks of all machines. For several, use `gspo run … --cluster ray` (docs/cluster.md)",
+            "Set it to the ranks of all machines in your configuration; a run that has it continues by `gspo run "
+            "CONFIG.yaml --resume`. For several machines, use `gspo run … --cluster ray` (docs/cluster.md)",
         )
 
 
