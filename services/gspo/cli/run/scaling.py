@@ -29,7 +29,7 @@ from gspo.cli.rundir.open_run import connect_once, open_run
 from gspo.cli.rundir.start import is_run_dir_locked, write_supervisor_facts
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
-from gspo.common.host.machine import gpus_of_engine
+from gspo.common.host.machine import GIB, free_memory, gpus_of_engine
 from gspo.common.streams.keys import GATEWAY, GENERATION, REWARD, Keys
 from gspo.common.tasks import task_group
 
@@ -71,6 +71,25 @@ async def _ask(url: str, config: Config, service: str, number: int) -> str:
     if "refusal" in reply:
         raise InputError(*reply["refusal"])
     return str(reply["line"])
+
+
+def check_memory(config: Config, num_added: int) -> None:
+    """Refuse new generators without GPUs whose KV caches do not fit, as a start does.
+
+    Args:
+        config: With all generators, also those.
+
+    Raises:
+        InputError: This machine has too little free memory.
+    """
+    each, free, number = config.generation.kv_cache_gb, free_memory() / GIB, config.generation.replicas
+    if each * num_added > free:
+        raise InputError(
+            f"{GENERATION}={number}",
+            f"{num_added} more take {each * num_added:.1f} GiB of memory for their KV caches "
+            f"(generation.kv_cache_gb: {each:g}), and {free:.1f} GiB are free",
+            f"Set at most {GENERATION}={number - num_added + int(free / each)}",
+        )
 
 
 class Scaling:
@@ -166,7 +185,10 @@ class Scaling:
             await job.nodes.add(added)
             return job
         placement = job.placement
-        if service != GENERATION or not placement.gpus:
+        if service != GENERATION:
+            return job
+        if not placement.gpus:
+            check_memory(job.config, len(added))
             return job
         each = gpus_of_engine(job.config.generation.engine)
         if each * len(added) > len(placement.free):
