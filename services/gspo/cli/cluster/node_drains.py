@@ -10,10 +10,12 @@ import asyncio
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import grpc
 
 from gspo.cli.cluster.layout import LEARNER_PROCESS
+from gspo.cli.cluster.ray_calls import called
 from gspo.cli.cluster.ray_child import RayChild
 from gspo.cli.cluster.ray_cluster import RayCluster
 from gspo.cli.cluster.reservations import Reservation
@@ -70,11 +72,11 @@ class NodeDrains:
     async def _leave(self, node_id: str, left_s: float | None, moves: asyncio.TaskGroup) -> None:
         if node_id == self._cluster.own_id:
             raise NodeLostError("the node of this command is drained or has left the cluster, so the run ends")
-        groups = await asyncio.to_thread(self._cluster.groups_on, node_id)
+        groups = await called(partial(self._cluster.groups_on, node_id))
         leaving = [reservation for reservation in self._reservations if reservation.group_id in groups]
         if not leaving:
             return
-        nodes = {node.id: node.name for node in await asyncio.to_thread(self._cluster.nodes)}
+        nodes = {node.id: node.name for node in await called(self._cluster.nodes)}
         name = nodes.get(node_id, node_id[:6])
         names = ", ".join(process for reservation in leaving for process in reservation.demand.processes)
         when = "" if left_s is None else f" and ends in {left_s:.0f} s"
@@ -93,7 +95,7 @@ class NodeDrains:
                 child.leave(f"its node {node} is drained", signal.SIGKILL if is_learner else signal.SIGTERM)
             await have_ended(children, self._config.run.drain_timeout_s)
             if reservation in self._reservations:  # `gspo scale` has not ended it meanwhile
-                await asyncio.to_thread(reservation.ask_again)
+                await called(reservation.ask_again)
 
     async def _save(self) -> None:
         """Ask the learner for a checkpoint; without one it repeats the steps since the last one from its log."""

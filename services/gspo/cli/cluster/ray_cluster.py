@@ -5,13 +5,16 @@ It starts and ends no process; reservations.py asks for places, ray_child.py has
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +22,9 @@ from typing import Any
 
 from gspo.cli.cluster import node_survey
 from gspo.cli.cluster.layout import Node
+from gspo.cli.cluster.ray_calls import T, in_thread
 from gspo.cli.processes.exit_codes import NodeLostError
-from gspo.common.errors import InputError
+from gspo.common.errors import EXIT_FAILED, InputError
 from gspo.common.host.machine import Gpu
 
 _ADDRESS, _AUTH_MODE = "RAY_ADDRESS", "RAY_AUTH_MODE"
@@ -28,6 +32,8 @@ _ADDRESS, _AUTH_MODE = "RAY_ADDRESS", "RAY_AUTH_MODE"
 _CONNECT_S, _SURVEY_S = 10.0, 120.0
 # Until the head answers, at each look for drained nodes.
 _ASK_S = 5.0
+# Between two looks at the head.
+_LOOK_S = 1.0
 # Ray tries a token for 20 s, and writes a line about each try.
 _TRY_S = ("RAY_gcs_rpc_server_connect_timeout_s", "5")
 # Ray ends all that has not reached the head for so long, at once. The run ends in order a little before its nodes do;
@@ -107,6 +113,17 @@ class RayCluster:
                 f"is lost, or the cluster has ended. Start the cluster again, on any nodes that see the run directory"
             )
 
+    def watched(self, work: Callable[[], T]) -> T:
+        """The result of `work`, whose calls of Ray would wait for the head.
+
+        Raises:
+            NodeLostError: As for `check_head`; the thread still waits.
+        """
+        result = in_thread(work)
+        while not wait([result], timeout=_LOOK_S).done:
+            self.check_head()
+        return result.result()
+
     @property
     def errors(self) -> Any:
         """Ray's module of exceptions."""
@@ -115,8 +132,12 @@ class RayCluster:
     def __enter__(self) -> RayCluster:
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self.ray.shutdown()
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
+        if isinstance(error, NodeLostError):
+            # A call may still wait for the head; Ray's own end would crash in it.
+            atexit.register(_end_at_once)
+        else:
+            self.ray.shutdown()
 
     def nodes(self) -> list[ClusterNode]:
         """The nodes that Ray calls alive, that of this process first."""
@@ -245,6 +266,12 @@ class RayCluster:
                 users[name] = users.get(name, 0.0) + number
         listed = [f"{name} has {number:g}" for name, number in users.items() if number]
         return "; ".join([f"{free:g} of {total:g} are free", *listed])
+
+
+def _end_at_once() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_FAILED)
 
 
 def _connected(namespace: str) -> Any:

@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from gspo.cli.cluster.layout import LEARNER_PROCESS
 from gspo.cli.cluster.node_drains import NodeDrains
+from gspo.cli.cluster.ray_calls import called
 from gspo.cli.cluster.ray_child import RayChild
 from gspo.cli.cluster.ray_cluster import RayCluster
 from gspo.cli.cluster.reservations import Demand, Reservation, Seat
@@ -118,12 +120,12 @@ class RayNodes:
         of_first = self._of_process[f"{processes[0].rpartition('-')[0]}-0"].demand
         asked = [replace(of_first, processes=(process,)) for process in processes]
         needed = of_first.bundles[0][of_first.resource] * len(asked)
-        if needed > await asyncio.to_thread(self._cluster.num_free, of_first.resource):
+        if needed > await called(partial(self._cluster.num_free, of_first.resource)):
             own = [it.name for it in self._reservations]
+            users = await called(partial(self._cluster.users_of, of_first.resource, own))
             raise InputError(
                 processes[-1],
-                f"{len(asked)} more need {needed:g} {of_first.resource}, and "
-                f"{await asyncio.to_thread(self._cluster.users_of, of_first.resource, own)} (others than this run)",
+                f"{len(asked)} more need {needed:g} {of_first.resource}, and {users} (others than this run)",
                 "Take fewer, or start further nodes",
             )
         for demand in asked:
@@ -137,7 +139,7 @@ class RayNodes:
             reservation = self._of_process.pop(process)
             self._reservations.remove(reservation)
             async with reservation.lock:
-                await asyncio.to_thread(reservation.give_back)
+                await called(reservation.give_back)
 
     def placed(self, program: Program) -> Program:
         """The program with its places on the cluster; a process beside the driver stays as it is."""
@@ -190,7 +192,7 @@ class RayNodes:
                 self._check_service(process)
                 if time.monotonic() - last_line_s > _SAY_S:
                     last_line_s = time.monotonic()
-                    self._say(await asyncio.to_thread(self._wait_in_words, reservation.demand))
+                    self._say(await called(partial(self._wait_in_words, reservation.demand)))
             return await asking
         finally:
             asking.cancel()

@@ -51,8 +51,10 @@ def run_on_ray(target: Path, *, resume: bool, plain: bool, console: Console, lea
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
 
     try:
-        with RayCluster(f"gspo-{start.config.name}") as cluster, _nodes(cluster, start.config, folder, say) as nodes:
-            os.environ[ADDRESS_VARIABLE] = cluster.nodes()[0].address
+        with (
+            RayCluster(f"gspo-{start.config.name}") as cluster,
+            cluster.watched(lambda: _nodes(cluster, start.config, folder, say)) as nodes,
+        ):
             file = write_cluster_config(start.config, folder)
             return run(file, resume=resume, leave_out=leave_out, plain=plain, console=console, nodes=nodes)
     except KeyboardInterrupt as stop:
@@ -66,6 +68,7 @@ def _nodes(cluster: RayCluster, config: Config, folder: Path, say: Callable[[str
         InputError: A node is not fit, or the cluster is too small.
     """
     surveyed = cluster.surveyed(folder)
+    os.environ[ADDRESS_VARIABLE] = surveyed[0].address
     layout = lay_out(config, [node.as_planned() for node in surveyed if node.num_gpus or node.num_cpus])
     asked = demands(config, layout, process_names(config, services_of(config)))
     num_cpus, num_bundles = sum(node.num_cpus for node in surveyed), sum(len(demand.bundles) for demand in asked)

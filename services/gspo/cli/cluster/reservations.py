@@ -10,12 +10,14 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from gspo.cli.cluster.layout import LEARNER_PROCESS, Layout, Node, lay_out
 from gspo.cli.cluster.node_survey import gpus_of
 from gspo.cli.cluster.process_actor import ProcessActor
+from gspo.cli.cluster.ray_calls import called
 from gspo.cli.cluster.ray_cluster import ClusterNode, RayCluster
 from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.processes.placement import Placement
@@ -125,7 +127,7 @@ class Reservation:
         async with self.lock:
             work = (self._facts(at) for at in range(len(self.demand.bundles)))
             facts = await asyncio.gather(*work)
-        nodes = [await asyncio.to_thread(self._cluster.node, str(of_actor["node_id"])) for of_actor in facts]
+        nodes = [await called(partial(self._cluster.node, str(of_actor["node_id"]))) for of_actor in facts]
         of_bundles = [gpus_of(node.facts, of_actor["gpus"]) for node, of_actor in zip(nodes, facts, strict=True)]
         placements = self._placements(of_bundles)
         ranks = {"PET_NNODES": len(nodes), "PET_MASTER_ADDR": nodes[0].address, "PET_MASTER_PORT": facts[0]["port"]}
@@ -153,7 +155,7 @@ class Reservation:
             if at not in self._actors:
                 while not await asyncio.to_thread(self._cluster.answers):
                     await asyncio.sleep(1.0)
-                self._actors[at] = self._new_actor(at)
+                self._actors[at] = await called(partial(self._new_actor, at))
             actor = self._actors[at]
             try:
                 facts = dict(await actor.facts.remote())

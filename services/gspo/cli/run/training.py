@@ -24,7 +24,7 @@ from gspo.cli.processes.preflight import Preflight, check_services
 from gspo.cli.processes.programs import Job, check_ports, process_names, services_of
 from gspo.cli.processes.redis_server import check_redis
 from gspo.cli.run.session import Interrupts, Programs, run_session
-from gspo.cli.rundir.start import RunStart, decide_start, how_to_recover, lock_run_dir, prepare, write_draft
+from gspo.cli.rundir.start import RunStart, decide_start, how_to_recover, is_run_dir, lock_run_dir, prepare, write_draft
 from gspo.common.config.schema import Config
 from gspo.common.errors import EXIT_FAILED
 from gspo.common.host.machine import free_memory, visible_gpus
@@ -87,6 +87,8 @@ def run(
         try:
             view, is_interrupted = asyncio.run(_while_nodes_are_there(nodes, services) if nodes else services)
         except NodeLostError as error:
+            if not is_run_dir(start.run_dir):
+                raise
             raise NodeLostError(f"{error}. {_how_to_continue(start.run_dir, nodes)}") from error
         except RunError as error:
             raise _with_report(start.run_dir, error) from error

@@ -146,13 +146,13 @@ def _decide_start(target: Path, *, resume: bool) -> RunStart:
         return RunStart(config, target.resolve(), resume=goes_on, clear=not goes_on, finished=_completion(target))
     user = read_user_config(target)
     run_dir = user.for_cpus.run_dir
-    if resume and not _is_run_dir(run_dir):
+    if resume and not is_run_dir(run_dir):
         raise InputError(
             str(run_dir),
             "has no run to resume",
             f"Leave --resume out to start one: gspo run {shlex.quote(str(target))}",
         )
-    if not _is_run_dir(run_dir) or not RunLog(run_dir).has_trained():
+    if not is_run_dir(run_dir) or not RunLog(run_dir).has_trained():
         return new_start(user)
     old = read_config(run_dir / CONFIG_NAME)
     config = user.for_run(old)
@@ -173,16 +173,16 @@ def new_start(user: UserConfig) -> RunStart:
         InputError: The run directory holds files that are not of a run.
     """
     config = user.for_device()
-    is_run_dir = _is_run_dir(config.run_dir)
-    if not is_run_dir:
+    has_files = is_run_dir(config.run_dir)
+    if not has_files:
         _check_empty(config.run_dir)
-    return RunStart(config, config.run_dir, resume=False, clear=is_run_dir, from_device=user.note(config))
+    return RunStart(config, config.run_dir, resume=False, clear=has_files, from_device=user.note(config))
 
 
 def config_file_of(target: Path) -> Path:
     """The configuration file in a folder of `gspo init`; any other target, also a run directory, stays as it is."""
     inside = target / CONFIG_NAME
-    return inside if target.is_dir() and inside.is_file() and not _is_run_dir(target) else target
+    return inside if target.is_dir() and inside.is_file() and not is_run_dir(target) else target
 
 
 def run_dir_of(target: Path) -> Path:
@@ -195,7 +195,7 @@ def run_dir_of(target: Path) -> Path:
     """
     file = config_file_of(target)
     run_dir = read_user_config(file).for_cpus.run_dir if file.is_file() else target
-    return run_dir if _is_run_dir(run_dir) else target
+    return run_dir if is_run_dir(run_dir) else target
 
 
 def has_begun(target: Path) -> bool:
@@ -205,7 +205,7 @@ def has_begun(target: Path) -> bool:
         InputError: The configuration is refused.
     """
     run_dir = run_dir_of(target)
-    return _is_run_dir(run_dir) and RunLog(run_dir).has_trained()
+    return is_run_dir(run_dir) and RunLog(run_dir).has_trained()
 
 
 def check_run_dir(run_dir: Path) -> None:
@@ -216,7 +216,7 @@ def check_run_dir(run_dir: Path) -> None:
     """
     if not run_dir.is_dir():
         raise InputError(str(run_dir), "is not a folder, so it is not a run directory", _RUNS)
-    if not _is_run_dir(run_dir):
+    if not is_run_dir(run_dir):
         raise InputError(
             str(run_dir),
             f"has no {CONFIG_NAME} with an {ENVIRONMENT_NAME} beside it, so it is not a run directory",
@@ -224,7 +224,8 @@ def check_run_dir(run_dir: Path) -> None:
         )
 
 
-def _is_run_dir(path: Path) -> bool:
+def is_run_dir(path: Path) -> bool:
+    """Whether a start has written the files of a run there."""
     return (path / CONFIG_NAME).exists() and (path / ENVIRONMENT_NAME).exists()
 
 
