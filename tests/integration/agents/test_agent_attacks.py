@@ -64,7 +64,7 @@ def skip_without_bubblewrap(level: str) -> None:
 @pytest.mark.parametrize(
     ("level", "user"),
     [
-        pytest.param(level, user, marks=[] if (level == "bubblewrap") == (user == "root") else pytest.mark.long)
+        pytest.param(level, user, marks=[] if (level == "bubblewrap") == (user == "plain") else pytest.mark.long)
         for level, user in CONTAINMENTS
     ],
 )
