@@ -24,6 +24,7 @@ _PLACES = {True: "simulated", False: "real engines"}
 
 def write_report(results: Path, seed: int, out: Path) -> None:
     """Write page, figures and plot of every kept round of a seed."""
+    out.mkdir(parents=True, exist_ok=True)
     rounds = kept_rounds(results, seed)
     for played in rounds:
         for fault in played["faults"]:
