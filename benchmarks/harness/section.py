@@ -43,11 +43,13 @@ class Measurement:
 
     Attributes:
         measure: Called with `arguments`; returns a record that JSON can have.
+        by_clock: Whether it has seconds of the clock, which other work disturbs, or processor time alone.
     """
 
     label: str
     measure: Callable[..., Record]
     arguments: tuple[Any, ...]
+    by_clock: bool = True
 
 
 @dataclass(frozen=True)

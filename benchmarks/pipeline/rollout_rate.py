@@ -70,7 +70,14 @@ def measurements(effort: Effort) -> Iterator[Measurement]:
 
 def _measure_redis(tokens: int, num_entries: int) -> Record:
     """Entries a second through one stream: added, read by a group, acknowledged and removed."""
-    rollout = Rollout(
+    payload = example_rollout(tokens).SerializeToString()
+    per_s = asyncio.run(_redis_rate(payload, num_entries))
+    return {"what": "redis", "tokens": tokens, "bytes": len(payload), "per_s": per_s}
+
+
+def example_rollout(tokens: int) -> Rollout:
+    """A finished answer of so many tokens."""
+    return Rollout(
         schema=SCHEMA,
         num_rollouts=GROUP_SIZE,
         prompt=Prompt(token_ids=range(3, 11), text="12+34="),
@@ -80,10 +87,9 @@ def _measure_redis(tokens: int, num_entries: int) -> Record:
         mask=b"\1" * tokens,
         text="7" * tokens,
         outcome=OUTCOME_EOS,
+        attempt=1,
+        temperature=1.0,
     )
-    payload = rollout.SerializeToString()
-    per_s = asyncio.run(_redis_rate(payload, num_entries))
-    return {"what": "redis", "tokens": tokens, "bytes": len(payload), "per_s": per_s}
 
 
 async def _redis_rate(payload: bytes, num_entries: int) -> float:

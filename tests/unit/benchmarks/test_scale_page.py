@@ -41,6 +41,7 @@ def pushes(key: str, rate: float | None) -> float:
 
 def test_the_table_has_what_was_measured() -> None:
     (stream,), (wire,) = cases("reward", what="stream"), cases("push", kind="wire")
+    (many,) = cases("generators")
     rollout = Rollout(
         token_ids=[75_000] * 3072 + [10_000] * 1024, logp=[-0.5] * 4096, version=[17] * 4096, text="abcd" * 4096
     )
@@ -53,6 +54,9 @@ def test_the_table_has_what_was_measured() -> None:
             pushes("push_s", 1e-6),
             pushes("push_s", 1e-5),
             pushes("stall_s", 1e-5),
+            many["look_s"] * 1e3,
+            many["changes_s"] * 1e3,
+            many["intake_s"] / many["rollouts"] * 1e3,
         ],
         rel=0.01,
     )

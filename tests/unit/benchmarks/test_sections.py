@@ -18,6 +18,7 @@ from benchmarks.harness.page import GENERATED, write_page
 from benchmarks.harness.section import PageSection
 from benchmarks.harness.tables import side_by_side, table
 from benchmarks.learner.logprobs import LOGPROBS
+from benchmarks.pipeline.many_generators import GENERATORS
 from benchmarks.pipeline.rollout_rate import PIPELINE, quarters
 from benchmarks.push.weight_update import PUSH
 from benchmarks.reward.sandbox_cost import REWARD
@@ -142,6 +143,17 @@ def test_processor_times_of_a_start_are_added() -> None:
     case = {"number": 1, "reached_s": {"checked": 4.25, "first answer": 20.0}, "processor_s": used}
     ((_, row),) = tables(START, {"start": [case]})
     assert row == ["start 1", "4.2", "20.0", "1.0", "2.5", "9.0", "1.2", "4.0", "0.0", "17.8"]
+
+
+def test_the_costs_of_many_generators() -> None:
+    case = {"number": 30, "tokens": 10, "parameters": 5, "rollouts": 400, "intake_s": 0.1, "look_s": 0.002}
+    text = GENERATORS.text({"generators": [{**case, "first_s": 1.5, "changes_s": 0.25}]})
+    assert [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("|")][2:] == [
+        "2.0",
+        "1,500",
+        "250",
+        "0.25",
+    ]
 
 
 def test_processor_time_in_the_pipeline_is_that_of_one_rollout_over_all_replicas() -> None:
