@@ -88,9 +88,11 @@ class ForkedProcess:
             raise RuntimeError(f"{reason}: {', '.join(sorted(names))}")
         context = get_context("fork")
         receiver, self._sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_wait_for_work, args=(receiver, self._sender, prepare))
+        self._failures, failures = context.Pipe(duplex=False)
+        self._process = context.Process(target=_wait_for_work, args=(receiver, self._sender, failures, prepare))
         self._process.start()
         receiver.close()
+        failures.close()
         # It comes before multiprocessing's own exit handler, which joins the processes and would wait for this one.
         atexit.register(self._sender.close)
         self._asking = threading.Lock()
@@ -112,6 +114,13 @@ class ForkedProcess:
         """Let it run its work, with the environment variables of this moment."""
         self._sender.send((self._process.name, dict(os.environ), self._work))
         self._sender.close()
+
+    def failure(self, timeout_s: float) -> str:
+        """What its work has raised, if that is known within so many seconds; else empty."""
+        try:
+            return str(self._failures.recv()) if self._failures.poll(timeout_s) else ""
+        except EOFError:  # it was killed, or this was asked before
+            return ""
 
     # Two threads of vLLM wait for the end, and the system gives the exit code to one of them. Until that one has
     # written it down, multiprocessing tells the other that the process is alive, and vLLM warns of one to kill.
@@ -137,7 +146,9 @@ class ForkedProcess:
         return getattr(self._process, name)
 
 
-def _wait_for_work(receiver: Connection, sender: Connection, prepare: Callable[[], object] | None) -> None:
+def _wait_for_work(
+    receiver: Connection, sender: Connection, failures: Connection, prepare: Callable[[], object] | None
+) -> None:
     # The other end is the parent's alone: its death is then the end of the stream.
     sender.close()
     if prepare is not None:
@@ -151,4 +162,8 @@ def _wait_for_work(receiver: Connection, sender: Connection, prepare: Callable[[
     gc.unfreeze = lambda: None
     os.environ.clear()
     os.environ.update(environment)
-    target(**kwargs)
+    try:
+        target(**kwargs)
+    except Exception as error:
+        failures.send(f"{type(error).__name__}: {error}")
+        raise

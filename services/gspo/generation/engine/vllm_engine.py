@@ -63,6 +63,8 @@ GPU_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # vLLM's level of sleep that keeps nothing but the model's buffers: a wake loads every weight anyway, and level 1 would
 # hold a further copy of them in host memory.
 _DISCARD_ALL = 2
+# vLLM's process says that it is dead a moment before what it raised is known.
+_CAUSE_S = 1.0
 # vLLM's names of the memory that it gives back.
 _WEIGHTS, _KV = "weights", "kv_cache"
 # Tokens at the end of a request that are looked up in it for drafts: the longest run that occurs earlier, within these.
@@ -78,7 +80,8 @@ class Engine:
         drafts: Draft tokens of the requests that have ended, without the aborted ones.
     """
 
-    def __init__(self, llm: AsyncLLM, version: int) -> None:
+    def __init__(self, llm: AsyncLLM, version: int, process: ForkedProcess | None = None) -> None:
+        self._process = process
         self.version, self.is_asleep, self.drafts = version, False, Drafts()
         self._llm, self._vocabulary = llm, llm.model_config.get_vocab_size()
         self._broken: str | None = None
@@ -96,10 +99,11 @@ class Engine:
 
         Raises:
             ValueError: vLLM refuses an argument.
+            EngineBrokenError: Its process has ended.
         """
         environment = _environment(CPU_ENVIRONMENT if current_platform.is_cpu() else GPU_ENVIRONMENT)
         with environment, _starting_in(process) if process else nullcontext():
-            started = cls(await _in_thread(partial(AsyncLLM.from_engine_args, args)), version)
+            started = cls(await _in_thread(partial(_new_llm, args, process)), version, process)
         await started._llm.engine_core.set_weight_version_async(str(version))
         longest = started._llm.model_config.max_model_len
         # vLLM's linear attention on CPUs takes no prompt of one token.
@@ -132,7 +136,9 @@ class Engine:
                 return replace(completion, finish="restart") if ended_by_load else completion
         except VLLMClientError as error:
             raise ValueError(f"request {request_id} refused: {error}") from error
-        except (EngineDeadError, EngineGenerateError) as error:
+        except EngineDeadError as error:
+            raise self._died("vLLM died while generating") from error
+        except EngineGenerateError as error:
             raise self._break(f"vLLM failed while generating: {error!r}") from error
         raise EngineBrokenError(f"vLLM ended request {request_id} without an output")
 
@@ -236,7 +242,7 @@ class Engine:
             except TimeoutError as error:
                 raise self._break(f"{what} did not end within {timeout_s} s") from error
             except EngineDeadError as error:
-                raise self._break(f"vLLM died during {what}") from error
+                raise self._died(f"vLLM died during {what}") from error
             finally:
                 if not self.is_asleep:
                     self._serving.set()
@@ -331,7 +337,7 @@ class Engine:
         except TimeoutError as error:
             raise self._break(f"vLLM did not give checksums of its weights within {timeout_s:.0f} s") from error
         except EngineDeadError as error:
-            raise self._break("vLLM's processes have died") from error
+            raise self._died("vLLM's processes have died") from error
         tensors = sorted(item for rank in ranks for item in rank.items())
         return hashlib.sha256(repr(tensors).encode()).hexdigest()
 
@@ -343,13 +349,27 @@ class Engine:
 
     def _raise_if_broken(self) -> None:
         if self._broken is None and self._llm.errored:
-            self._broken = "vLLM's processes have died"
+            raise self._died("vLLM's processes have died")
         if self._broken is not None:
             raise EngineBrokenError(f"generation engine: {self._broken}")
+
+    def _died(self, reason: str) -> EngineBrokenError:
+        """The end of vLLM's process, with what it has raised."""
+        cause = self._process.failure(_CAUSE_S) if self._process and self._broken is None else ""
+        return self._break(f"{reason}: {cause}" if cause else reason)
 
     def _break(self, reason: str) -> EngineBrokenError:
         self._broken = self._broken or reason
         return EngineBrokenError(f"generation engine: {self._broken}")
+
+
+def _new_llm(args: AsyncEngineArgs, process: ForkedProcess | None) -> AsyncLLM:
+    try:
+        return AsyncLLM.from_engine_args(args)
+    except RuntimeError as error:
+        if process and (cause := process.failure(_CAUSE_S)):
+            raise EngineBrokenError(f"generation engine: vLLM died while starting: {cause}") from error
+        raise
 
 
 def engine_arguments(

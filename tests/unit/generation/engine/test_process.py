@@ -144,6 +144,22 @@ def _run(body: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
+def test_what_its_work_raises_is_known_and_a_killed_one_gives_nothing() -> None:
+    done = _run(
+        """
+def fail():
+    raise ValueError("the cause")
+
+process, killed = ForkedProcess(), ForkedProcess()
+process.Process(target=fail, name="engine", kwargs={}).start()
+print(process.failure(10.0), process.failure(0.0), sep="|")
+killed.kill()
+print(killed.failure(10.0) or "nothing")
+"""
+    )
+    assert done.stdout == "ValueError: the cause|\nnothing\n", done.stderr
+
+
 def test_each_of_two_threads_that_wait_for_the_end_sees_it() -> None:
     done = _run(
         """
