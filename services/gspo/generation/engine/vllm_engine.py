@@ -63,7 +63,7 @@ GPU_ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # vLLM's level of sleep that keeps nothing but the model's buffers: a wake loads every weight anyway, and level 1 would
 # hold a further copy of them in host memory.
 _DISCARD_ALL = 2
-# vLLM's process says that it is dead a moment before what it raised is known.
+# vLLM's process says that it is dead a moment before its exception arrives here.
 _CAUSE_S = 1.0
 # vLLM's names of the memory that it gives back.
 _WEIGHTS, _KV = "weights", "kv_cache"
