@@ -116,7 +116,7 @@ class ForkedProcess:
         self._sender.close()
 
     def failure(self, timeout_s: float) -> str:
-        """What its work has raised, if that is known within so many seconds; else empty."""
+        """The exception of its work in words, if it arrives within so many seconds; else empty."""
         try:
             return str(self._failures.recv()) if self._failures.poll(timeout_s) else ""
         except EOFError:  # it was killed, or this was asked before
