@@ -34,6 +34,7 @@ from tests.support.training.started_ranks import run_ranks
 pytestmark = pytest.mark.timeout(400)
 # Of tests/support/card/cases.py; on one rank all of them: test_card.py.
 ON_CARDS = ("lagging", "mixture", "equal")
+ZERO_STAGES = ("zero-0", "zero-1", "zero-2", "zero-3")
 EXACT = [case for case in CASES if "bfloat16" not in case]
 
 
@@ -61,10 +62,12 @@ def alone(folder: Path, checkpoint: Path) -> tuple[dict[str, Any], torch.Tensor]
     return figures, vector
 
 
-def of_two_ranks(folder: Path, checkpoint: Path, out: Path, *cases: str) -> Path:
-    """The results of two ranks. Without a compiler: DeepSpeed must not need one."""
+def of_ranks(num_ranks: int, folder: Path, checkpoint: Path, out: Path, *cases: str) -> Path:
+    """The results of several ranks. Without a compiler: DeepSpeed must not need one."""
     compilers = {"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc"}
-    run_ranks(2, "tests.integration.learner.rank_cases", folder, checkpoint, out, *cases, timeout_s=360, **compilers)
+    run_ranks(
+        num_ranks, "tests.integration.learner.rank_cases", folder, checkpoint, out, *cases, timeout_s=360, **compilers
+    )
     return out
 
 
@@ -73,14 +76,14 @@ def together(
     folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     cases = [case for case in CASES if case not in SELDOM]
-    return of_two_ranks(folder, checkpoint, tmp_path_factory.mktemp("cases"), OTHERS, *cases)
+    return of_ranks(2, folder, checkpoint, tmp_path_factory.mktemp("cases"), OTHERS, *cases)
 
 
 @pytest.fixture(scope="module")
 def at_night(
     folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    return of_two_ranks(folder, checkpoint, tmp_path_factory.mktemp("seldom"), *SELDOM)
+    return of_ranks(2, folder, checkpoint, tmp_path_factory.mktemp("seldom"), *SELDOM)
 
 
 @pytest.fixture
@@ -110,6 +113,24 @@ def test_the_shares_of_two_ranks_are_the_version_of_one(results: Path, case: str
     assert shared == whole
     weights = load_file(results / f"{case}.safetensors").keys() - {"gradient"}
     assert 0 < len(facts["owned"]) < len(weights)
+
+
+@pytest.fixture(scope="module")
+def of_four(
+    folder: Path, alone: tuple[dict[str, Any], torch.Tensor], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return of_ranks(4, folder, checkpoint, tmp_path_factory.mktemp("four"), *ZERO_STAGES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ZERO_STAGES)
+def test_four_ranks_make_the_gradient_and_the_version_of_one(
+    of_four: Path, alone: tuple[dict[str, Any], torch.Tensor], case: str
+) -> None:
+    gradient = load_file(of_four / f"{case}.safetensors")["gradient"]
+    assert (gradient - alone[1]).norm() < 1e-5 * alone[1].norm()
+    whole, shared = json.loads((of_four / f"{case}.json").read_text())["digests"]
+    assert shared == whole
 
 
 @pytest.fixture(scope="module")
