@@ -66,7 +66,7 @@ class NodeDrains:
                 drained = await asyncio.to_thread(self._cluster.drained)
                 for node_id in drained.keys() - known:
                     await self._leave(node_id, drained[node_id], moves)
-                known = set(drained)
+                known |= drained.keys()
                 await asyncio.sleep(_LOOK_S)
 
     async def _leave(self, node_id: str, left_s: float | None, moves: asyncio.TaskGroup) -> None:

@@ -36,6 +36,8 @@ _ASK_S = 5.0
 _LOOK_S = 1.0
 # Ray tries a token for 20 s, and writes a line about each try.
 _TRY_S = ("RAY_gcs_rpc_server_connect_timeout_s", "5")
+# A call in a thread would connect again after the end.
+_NO_OTHER_CONNECTION = ("RAY_ENABLE_AUTO_CONNECT", "0")
 # Ray ends all that has not reached the head for so long, at once. The run ends in order a little before its nodes do;
 # so its own process gets more time.
 _RECONNECT, _EARLIER_S, _END_S = "RAY_gcs_rpc_server_reconnect_timeout_s", 10.0, 60.0
@@ -281,6 +283,7 @@ def _connected(namespace: str) -> Any:
         InputError: Ray is not installed, the cluster cannot be reached, refuses the token, or has another version.
     """
     os.environ.setdefault(*_TRY_S)
+    os.environ.setdefault(*_NO_OTHER_CONNECTION)
     os.environ[_RECONNECT] = str(int(_PATIENCE_S + _END_S))
     try:
         import ray
