@@ -299,19 +299,20 @@ async def test_parallel_requests_and_cancelled_ones(run: AgentRun) -> None:
 
 
 async def test_a_stop_string_ends_the_recorded_answer_at_its_token(run: AgentRun) -> None:
-    await run.issue()
-    worker = await run.lease()
-    answer = await worker.chat(FIRST, stop=list("etao"))
-    await worker.chat(FIRST, answer, {"role": "user", "content": "On."}, max_tokens=4)
-    await worker.finish()
-    rollout = await run.rollout()
-    assert not rollout.branch_starts
-    (first_turn, *_) = bytes(rollout.mask).split(b"\x00")
-    assert TOKENIZER.decode(list(rollout.token_ids[: len(first_turn)]), skip_special_tokens=True)[:-1] in (
-        answer["content"],
-        answer["content"][:-1],
-    )
-    assert_log_probs(rollout, {run.gateway.shared.engine.version: run.gateway.shared.folder})
+    await run.issue(4)  # of five answers, one ends before a stop string
+    for _ in range(4):
+        worker = await run.lease()
+        answer = await worker.chat(FIRST, stop=list("etao"))
+        await worker.chat(FIRST, answer, {"role": "user", "content": "On."}, max_tokens=4)
+        await worker.finish()
+        rollout = await run.rollout()
+        assert not rollout.branch_starts
+        (first_turn, *_) = bytes(rollout.mask).split(b"\x00")
+        assert TOKENIZER.decode(list(rollout.token_ids[: len(first_turn)]), skip_special_tokens=True)[:-1] in (
+            answer["content"],
+            answer["content"][:-1],
+        )
+        assert_log_probs(rollout, {run.gateway.shared.engine.version: run.gateway.shared.folder})
 
 
 async def test_a_weight_update_in_an_answer(run: AgentRun, tmp_path: Path) -> None:
