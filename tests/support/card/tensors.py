@@ -100,6 +100,8 @@ class CardTensor(Tensor):
 def register() -> None:
     """Make "card" a device of this process, for good. Before the first backward pass, which starts a thread for it."""
     _setup_privateuseone_for_python_backend(NAME, _Module())
+    # As for GPUs: a group of gloo may be made beside one that is bound to a device.
+    distributed.Backend.backend_capability[distributed.Backend.GLOO].append(NAME)
     library: Any = torch.library.Library  # torch has no types for it
     kernels = library("aten", "IMPL")
     kernels.impl("empty.memory_format", _empty, _KEY)
