@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import yaml
 
 from tests.promises.breaks import CODE, TESTS, changed, definitions, files_with
-from tests.support.repository.source_files import ROOT, text_of
+from tests.support.repository.source_files import text_of
+
+_MODULE = re.compile(r"\b(tests(?:\.\w+)+)(?: import (\([^)]*\)|.*))?")
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,11 @@ class Promise:
         return [_test_id(name) for name in self.tests]
 
     def digest(self) -> str:
-        """Return the hash of the entry, the file that breaks, its tests and the modules that tests share."""
+        """Return the hash of the entry, the file that breaks, its tests, and the modules that these name."""
         files = {test.partition("::")[0] for test in self.test_ids()}
         shared = {str(folder / "conftest.py") for file in files for folder in Path(file).parents}
-        sources = "".join(map(text_of, [self.broken()[0], *sorted(files | shared), *_support()]))
+        named = set[str]().union(*map(_named, files | shared))
+        sources = "".join(map(text_of, [self.broken()[0], *sorted(files | shared | named)]))
         return hashlib.sha256(f"{astuple(self)}{sources}".encode()).hexdigest()
 
 
@@ -62,8 +66,16 @@ def _test_id(name: str) -> str:
 
 
 @cache
-def _support() -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/support").rglob("*.py"))
+def _named(file: str) -> frozenset[str]:
+    """The modules of tests that a file names, as it imports or starts them, and those that these name."""
+    known, waiting = set[str](), [file]
+    while waiting:
+        for package, names in _MODULE.findall(text_of(waiting.pop())):
+            modules = [package, *(f"{package}.{name}" for name in re.findall(r"\w+", names))]
+            files = {f"{module.replace('.', '/')}.py" for module in modules} - known
+            known |= files
+            waiting.extend(files)
+    return frozenset(known)
 
 
 def read_promises() -> list[Promise]:
