@@ -17,6 +17,7 @@ from gspo.common.network.grpc_server import ADMITTED, GrpcApi, GrpcServer
 from gspo.common.service.app import Service
 from gspo.common.service.options import Options
 from gspo.common.streams.instances import Instance, Registration
+from gspo.common.streams.keys import GENERATION
 from gspo.common.telemetry.activity import Activity
 from gspo.generation.servicer import SERVICE_NAME, Context, GenerationGrpcServicer
 from gspo_proto.generation_pb2 import DescribeRequest, GeneratorDescription, PushHeader, PushResult, WeightFrame
@@ -49,18 +50,18 @@ class StandIn(GenerationGrpcServicer):
 async def serve(run_dir: Path, redis_url: str, number: int) -> None:
     """Serve until the process is ended."""
     config = read_config(run_dir / CONFIG_NAME)
-    service = Service(Options("generation", run_dir, redis_url, "generation", "127.0.0.1", 0, 0, False, config))
+    service = Service(Options(GENERATION, run_dir, redis_url, GENERATION, "127.0.0.1", 0, 0, False, config))
     servers = []  # a server ends with its object
     async with asyncio.TaskGroup() as beats:
-        for name in (f"generation-{at}" for at in range(number)):
+        for name in (f"{GENERATION}-{at}" for at in range(number)):
             generator = StandIn(name)
             add = partial(add_GenerationServicer_to_server, generator)
             server = GrpcServer(GrpcApi(SERVICE_NAME, add), host="127.0.0.1", port=0, token="")
             await server.start()
             servers.append(server)
-            instance = Instance("generation", name, grpc=server.address, pid=1, uid=name)
+            instance = Instance(GENERATION, name, grpc=server.address, pid=1, uid=name)
             beats.create_task(
-                Registration(service.redis, service.keys, instance, Activity("generation"), generator.facts).run()
+                Registration(service.redis, service.keys, instance, Activity(GENERATION), generator.facts).run()
             )
 
 

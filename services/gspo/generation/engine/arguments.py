@@ -112,9 +112,8 @@ ALLOWED_ARGS = frozenset(
     enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint enable_shm_tensor_arena enforce_eager
     engram_config expert_placement_strategy fail_on_environ_validation gdn_prefill_backend gpu_memory_utilization
     ir_op_priority jit_monitor_mode jit_monitor_verbose kda_decode_backend kda_prefill_backend kernel_config
-    kv_cache_dtype kv_cache_dtype_skip_layers kv_cache_memory_bytes kv_sharing_fast_prefill
-    linear_backend log_config_file log_level logging_config long_prefill_token_threshold
-    long_prefill_token_threshold_adaptive
+    kv_cache_dtype kv_cache_dtype_skip_layers kv_cache_memory_bytes kv_sharing_fast_prefill linear_backend
+    log_config_file log_level logging_config long_prefill_token_threshold long_prefill_token_threshold_adaptive
     mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_cache_philox_rounds mamba_config
     mamba_ssm_cache_dtype mamba_ssu_algorithm max_cudagraph_capture_size max_num_batched_tokens
     max_num_scheduled_tokens max_parallel_loading_workers model_class_overrides model_impl moe_backend

@@ -354,7 +354,7 @@ class Engine:
             raise EngineBrokenError(f"generation engine: {self._broken}")
 
     def _died(self, reason: str) -> EngineBrokenError:
-        """The engine is broken since its process has died, of the exception that this names."""
+        """Break the engine because its process has died; the reason has the exception of the process."""
         cause = self._process.failure(_CAUSE_S) if self._process and self._broken is None else ""
         return self._break(f"{reason}: {cause}" if cause else reason)
 
