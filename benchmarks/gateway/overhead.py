@@ -69,7 +69,7 @@ def text(results: Results) -> str:
         index=["parameters", "clients", "pair"], columns="server", values=["tokens_per_s", "first_ms"]
     )
     rates, first_ms = by_pair["tokens_per_s"], by_pair["first_ms"]
-    by_pair["ratio"], by_pair["late_ms"] = rates.gspo / rates.vllm, first_ms.gspo - first_ms.vllm
+    by_pair["ratio", ""], by_pair["late_ms", ""] = rates.gspo / rates.vllm, first_ms.gspo - first_ms.vllm
     groups = by_pair.groupby(level=["parameters", "clients"])
     medians, least, most = groups.median(), groups.ratio.min(), groups.ratio.max()
     names = [f"{parameters / 1e6:.1f} M parameters, {clients} clients" for parameters, clients in medians.index]

@@ -76,7 +76,7 @@ async def running(engine: Engine, how: EngineSampling) -> list[asyncio.Task[Comp
     return tasks
 
 
-def test_digest_of_the_folder_is_the_digest_of_its_tensors(generator: SharedEngine) -> None:
+async def test_digest_of_the_folder_is_the_digest_of_its_tensors(generator: SharedEngine) -> None:
     state = AutoModelForCausalLM.from_pretrained(generator.folder, dtype=torch.float32).state_dict()
     del state["lm_head.weight"]  # tied
     expected = policy_digest((name, "float32", tuple(t.shape), t.numpy()) for name, t in state.items())
@@ -365,7 +365,7 @@ def with_short_shape(update_info: dict[str, Any], name: str) -> dict[str, Any]:
     return update_info
 
 
-def test_a_running_engine_reports_its_kv_cache(generator: SharedEngine) -> None:
+async def test_a_running_engine_reports_its_kv_cache(generator: SharedEngine) -> None:
     assert generator.engine.num_running == 0
     assert generator.engine.kv_capacity_tokens > 512
 

@@ -269,13 +269,13 @@ async def test_thoughts_are_separated(generator: SharedEngine, redis_url: str, t
 
 
 @pytest.mark.parametrize("key", ["tool_parser", "reasoning_parser"])
-def test_an_unknown_parser_is_refused_before_the_start(generator: SharedEngine, tmp_path: Path, key: str) -> None:
+async def test_an_unknown_parser_is_refused_before_the_start(generator: SharedEngine, tmp_path: Path, key: str) -> None:
     config = make_run(tmp_path, generator.folders[0], gateway={"replicas": 1, key: "qwen33"})
     with pytest.raises(InputError, match=rf"gateway.{key}: qwen33 is not a parser of vLLM. Did you mean"):
         check(config)
 
 
-def test_a_parser_that_does_not_fit_the_model_is_refused(generator: SharedEngine, tmp_path: Path) -> None:
+async def test_a_parser_that_does_not_fit_the_model_is_refused(generator: SharedEngine, tmp_path: Path) -> None:
     config = make_run(tmp_path, generator.folders[0], gateway={"replicas": 1, "tool_parser": "deepseek_v3"})
     with pytest.raises(InputError, match=r"gateway.tool_parser: vLLM's parser does not work .* tool call start/end"):
         check(config)

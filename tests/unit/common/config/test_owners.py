@@ -133,7 +133,7 @@ def with_keys(keys: dict[str, Any], *, without: str = "") -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize(("key", "default", "owner"), owned_keys())
+@pytest.mark.parametrize(("key", "default", "owner"), list(owned_keys()))
 def test_a_key_without_its_owner_is_refused(key: str, default: Any, owner: Owner) -> None:
     beside, is_off = BESIDE.get(owner.text, {}), isinstance(default, Section) or default in OFF
     errors = []
