@@ -6,13 +6,14 @@ SEED ?= 0
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests of the repository's own files: a part of lint, so `make test` leaves them out of its second half.
 CHECKS = $(patsubst %,tests/unit/test_%.py,architecture names site prose promises docs docs_commands)
-# Unit tests that train models, or build the wheel and the manifests: half of the minutes of all unit tests.
-SLOW_UNITS = tests/unit/learner/model tests/unit/learner/training tests/unit/deploy
+# Unit tests that train models, run wandb or the tests' own runner, or build the wheel: over half of their minutes.
+SLOW_UNITS = tests/unit/learner/model tests/unit/learner/training tests/unit/deploy tests/unit/tracking \
+  $(patsubst %,tests/unit/test_%.py,gpu_parts nightly run_report)
 # With `ROOM="view cli"` the tests in folders of these names, and ruff on the folders of their code; else everything.
 ROOM_TESTS = $(wildcard $(foreach room,$(ROOM),tests/unit/$(room) tests/integration/$(room)))
 LINTED = $(if $(ROOM),$(wildcard $(foreach room,$(ROOM),services/gspo/$(room) $(room))) $(ROOM_TESTS),.)
-LINT = "$(BIN)/ruff check $(LINTED)" "$(BIN)/ruff format --check $(LINTED)" "$(BIN)/python deploy/lint/prose.py" \
-  "$(BIN)/mypy" "$(PYTEST) -q $(CHECKS)"
+STATIC = "$(BIN)/ruff check $(LINTED)" "$(BIN)/ruff format --check $(LINTED)" "$(BIN)/python deploy/lint/prose.py" "$(BIN)/mypy"
+LINT = $(STATIC) "$(PYTEST) -q $(CHECKS)"
 COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-annotate --no-header
 export PATH := $(abspath $(BIN)):$(PATH)
 
@@ -40,7 +41,7 @@ test: setup ## Everything that CI runs on any machine: lint, types, all tests wi
 	$(call all,$(LINT) "$(PYTEST) $(CHECKS:%=--ignore=%) $(ROOM_TESTS)")
 
 test-quick: setup ## Lint, types, and the unit tests that train and build nothing: two minutes, before every commit
-	$(call all,$(LINT) "$(PYTEST) $(CHECKS:%=--ignore=%) $(SLOW_UNITS:%=--ignore=%) tests/unit")
+	$(call all,$(STATIC) "$(PYTEST) $(SLOW_UNITS:%=--ignore=%) tests/unit")
 
 test-long: setup ## The slow tests: chaos with real engines, property tests with many examples
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile many
