@@ -28,6 +28,12 @@ from tests.compose.refusals import generator_with_another_token, refusals, unrea
 
 EXIT_FAILED, EXIT_NOT_TESTED = 1, 3
 NOT_HERE = ("grafana",)
+# The files in the folder of policies that processes of a container have open.
+POLICIES = """
+import glob, os
+opened = {os.path.realpath(link) for link in glob.glob("/proc/[0-9]*/fd/*")}
+print(*sorted(path for path in opened if path.startswith("/policies/")))
+"""
 SERVICES = ("coordinator", "reward", "generation", "learner")
 # Of the images without torch. The coordinator's reads every format of prompts, and serves the page of the run.
 MAX_ADDED_MB = {"coordinator": 500, "reward": 300, "agents": 300, "proxy": 300}
@@ -146,7 +152,9 @@ def scale(house: ComposeProject, services: list[str]) -> None:
     house.ask("GSPO_PORT", "/v1/resume", post=True)
     generated = 'sum by (instance) (gspo_rollouts_generated_total{evaluation="no"}) > 0'
     until("rollouts of both generators", lambda: found if len(found := house.query(generated)) == 2 else None, 90)
-    report_progress(f"two generators at work: {', '.join(names)}")
+    opened = [house.docker.compose("exec", "-T", "--index", at, "generation", "python", "-c", POLICIES) for at in "12"]
+    assert opened[0] == opened[1] != "\n", f"files with policies that the generators have open: {opened}"
+    report_progress(f"two generators at work, with the policies of one file: {', '.join(names)}")
 
 
 def gspo(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

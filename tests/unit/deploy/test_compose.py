@@ -79,7 +79,8 @@ def test_every_service_waits_for_redis_and_for_the_run_directory(service: str) -
     assert container["depends_on"]["redis"]["condition"] == "service_healthy"
     assert container["depends_on"]["prepare"]["condition"] == "service_completed_successfully"
     assert container["environment"] == CONTAINERS["prepare"]["environment"]
-    assert container["volumes"] == CONTAINERS["prepare"]["volumes"]
+    own = ["policies:/policies"] if service == "generation" else []
+    assert container["volumes"] == [*CONTAINERS["prepare"]["volumes"], *own]
     assert words(service)[words(service).index("--run-dir") + 1] == "/runs/current"
 
 

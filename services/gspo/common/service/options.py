@@ -139,9 +139,9 @@ def _parser(service: str, meaning: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--policies",
         type=Path,
-        metavar="FILE",
+        metavar="PATH",
         default=os.environ.get(POLICIES_VARIABLE),
-        help="memory that the generators of a host have in common, so that one push is for all of them",
+        help="file or folder in memory that the generators of a host have in common, so that one push is for all",
     )
     parser.add_argument("--evaluate", action="store_true", help="measure the given model once: a run without a learner")
     parser.add_argument(

@@ -13,7 +13,7 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ class PolicyFile:
     """Slots of one size.
 
     Args:
-        path: The file, of other generators too; None makes one for this process. So does a file of another layout, and
-            one that this process cannot open or lock.
+        path: The file, of other generators too, or a folder in memory for a file of each layout; None makes one for
+            this process. So does a file of another layout, and one that this process cannot open or lock.
         layout: Identifies what a slot has: a hexadecimal number.
         policy_bytes: Of the elements of a policy.
         num_tensors: Of a policy, for their fingerprints.
@@ -137,6 +137,9 @@ class PolicyFile:
 
     def close(self) -> None:
         """Give up all locks of this process; the maps of it stay until their arrays go."""
+        # A map has the file open too, so the kernel would keep the locks for it.
+        if self._is_common:
+            _set_lock(self._file, 0, fcntl.F_UNLCK, num_bytes=0)
         os.close(self._file)
 
     def _lock(self, slot: int, kind: int) -> bool:
@@ -151,7 +154,7 @@ class PolicyFile:
 def _opened(path: Path, layout: bytes) -> int | None:
     """The file in common; None if it has another layout, or cannot be opened or locked here."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = _file_of(path, layout) if path.is_dir() else os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         log.warning("policies_apart", reason=f"{path}: {error.strerror}")
         return None
@@ -170,5 +173,21 @@ def _opened(path: Path, layout: bytes) -> int | None:
     return None
 
 
-def _set_lock(file: int, slot: int, kind: int) -> None:
-    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, slot, 1, 0))
+def _file_of(folder: Path, layout: bytes) -> int:
+    """The file of this layout in a folder. Files of other models, of which no generator loads any more, are deleted."""
+    name = layout.split()[0].decode()
+    for other in folder.iterdir():
+        if other.name != name:
+            with suppress(OSError), other.open("r+b") as file:
+                _set_lock(file.fileno(), 0, fcntl.F_WRLCK, num_bytes=0)
+                other.unlink()
+    return os.open(folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
+
+
+def _set_lock(file: int, begin: int, kind: int, num_bytes: int = 1) -> None:
+    """Lock some bytes, or with 0 all from `begin` on.
+
+    Raises:
+        OSError: Another process has locked one of them, or this kernel has no such locks.
+    """
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, begin, num_bytes, 0))

@@ -156,6 +156,20 @@ signal.pause()
     os.close(number)
 
 
+def test_in_a_folder_each_model_has_a_file_which_stays_as_long_as_a_generator_loads_from_it(tmp_path: Path) -> None:
+    small, large = {"a": (4,)}, {"a": (5,)}
+    first = PolicyCopies(small, "bfloat16", tmp_path)
+    first.serving.finish()
+    second = PolicyCopies(large, "bfloat16", tmp_path)
+    assert len([*tmp_path.iterdir()]) == 2
+    assert PolicyCopies(small, "bfloat16", tmp_path).serving.is_whole
+    assert not second.serving.is_whole
+    second.close()
+    third = PolicyCopies(small, "bfloat16", tmp_path)
+    assert third.serving.is_whole
+    assert [file.stat().st_ino for file in tmp_path.iterdir()] == [Path(third._file.path).stat().st_ino]
+
+
 @pytest.mark.parametrize("trouble", ["no such file", "no locks"])
 def test_without_a_file_in_common_a_generator_has_its_own(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number = os.memfd_create("policies")
