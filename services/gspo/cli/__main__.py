@@ -1,6 +1,8 @@
 """The program `gspo`: runs a command of commands.py and turns errors into one message and an exit code."""
 
+import errno
 import io
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +12,9 @@ from gspo.common.host.packages import checked_packages
 with checked_packages():
     from gspo.cli.commands import app
     from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, InterruptedRunError, RunError
-    from gspo.common.errors import InputError, exit_bad_input
+    from gspo.common.errors import EXIT_FAILED, InputError, exit_bad_input
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
@@ -26,6 +30,9 @@ def main() -> None:
     except InputError as error:
         exit_bad_input(error)
     except OSError as error:
+        if error.errno in _FULL:
+            print(f"error: {error}. Free some, or name a folder on another disk", file=sys.stderr)
+            sys.exit(EXIT_FAILED)
         exit_bad_input(_refusal(error, sys.argv[1:]))
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -39,6 +46,9 @@ def main() -> None:
 
 def _refusal(error: OSError, words: Sequence[str]) -> InputError:
     """The message about a path of the command line that cannot be used; raises any other error of the system."""
+    if isinstance(error, shutil.Error):  # of a folder: (source, target, why) of each file
+        _, path, why = error.args[0][0]
+        return InputError(path, f"cannot be written ({why})", "Give another path, or check this one")
     path = Path(str(error.filename)) if isinstance(error.filename, str | Path) else None
     named = [Path(word.partition("=")[2] or word) for word in words]
     if path is None or not any(path == other or other in path.parents or path in other.parents for other in named):

@@ -146,6 +146,11 @@ def _read(key: str, paths: Sequence[Path], source: Source) -> _Data:
             conflicts.see(prompt, answer, row)
     names = list(survey.columns)
     check_names(names, source, ", ".join(map(str, paths)))
+    # Types that several sources share may name columns of one of them.
+    if key == source.key("prompts") and ("types" in source.own or not source.name):
+        for name in sorted(reader.unused_types):
+            rule = f"has no effect, for no row of {key} has a column '{name}'"
+            warn(f"{source.key('types')}.{name}: {rule}. {nearest(name, names)}")
     for mistake in survey.mistakes(prompt_column=source.prompt_column):
         warn(f"{key}: {mistake}")
     if conflicts.rows.count:

@@ -193,8 +193,10 @@ def test_likely_mistakes_are_named_by_line(tmp_path: Path, capfd: pytest.Capture
     gaps = [{"prompt": "3+1=", "answer": "5"}, {"prompt": "50+1="}]
     data = rows(tmp_path / "d.jsonl", *good, *gaps)
     source = "def compute_score(solution_str, ground_truth): return 1.0"
-    check(run_with(tmp_path, source, data={"prompts": str(data)}))
-    gap, conflict, unanswered = capfd.readouterr().err.splitlines()
+    check(run_with(tmp_path, source, data={"prompts": str(data), "types": {"answr": "number"}}))
+    unused, gap, conflict, unanswered = capfd.readouterr().err.splitlines()
+    rule = "data.types.answr: has no effect, for no row of data.prompts has a column 'answr'"
+    assert unused == f"warning: {rule}. Did you mean 'answer'?"
     assert gap == "warning: data.prompts: column 'answer' has no value in d.jsonl, line 42"
     assert conflict == "warning: data.prompts: one prompt has two right answers in d.jsonl, line 41 and 4"
     assert re.search(r"there is no right answer for compute_score of .*r\.py in d\.jsonl, line 42 \(column", unanswered)

@@ -119,6 +119,26 @@ def test_no_path_makes_a_traceback(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_full_disk_is_one_line(gspo: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
+        code, _, errors = gspo("config", "name")
+    assert (code, errors) == (
+        1,
+        "error: [Errno 28] No space left on device. Free some, or name a folder on another disk\n",
+    )
+
+
+def test_a_model_that_cannot_be_copied_is_one_line(gspo: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run_dir := tmp_path / "run").mkdir()
+    (run_dir / "export").mkdir()
+    (run_dir / "export" / "config.json").write_text("{}")
+    (run_dir / "export" / "model.safetensors").symlink_to("/proc/1/mem")
+    code, _, errors = gspo("export", run_dir, tmp_path / "out")
+    assert (code, errors.startswith("error: ")) == (2, True)
+    assert "model.safetensors: cannot be written ([Errno" in errors
+
+
 def test_an_init_over_a_file_names_it(gspo: Call, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here")
     code, _, errors = gspo("init", tmp_path / "file")

@@ -5,7 +5,8 @@ one of these forms are read here too, so that a value never depends on the way t
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ class RowReader:
 
     Attributes:
         left_out: Columns whose bytes have been left out so far -> "images" or "bytes".
+        unused_types: Columns with a type that no row so far has.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RowReader:
     ) -> None:
         self._key, self._paths, self._types, self._types_key = key, paths, dict(types or {}), types_key
         self.left_out: dict[str, str] = {}
+        self.unused_types = set(self._types)
 
     def __iter__(self) -> Iterator[DataRow]:
         """Read the rows.
@@ -91,7 +94,7 @@ class RowReader:
                 rule = f"{path} is none of {', '.join(_FORMATS)}"
                 raise InputError(self._key, rule, "Convert it, or give a folder that `datasets` opens")
             yield from self._typed(path, form)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError, zlib.error) as error:  # the last two: of a damaged .gz
             raise InputError(self._key, f"{path} cannot be read ({_first_cause(error)})", "Correct the file") from error
 
     def _typed(self, path: Path, form: str) -> Iterator[DataRow]:
@@ -115,6 +118,7 @@ class RowReader:
         for name, kind in self._types.items():
             if name not in columns:
                 continue
+            self.unused_types.discard(name)
             if kind == "omit":
                 del columns[name]
                 continue
@@ -129,6 +133,7 @@ class RowReader:
         return [name for name, kind in self._types.items() if kind == "base64"]
 
     def _note(self, column: str, kind: str) -> None:
+        self.unused_types.discard(column)
         if self._types.get(column) != "omit":
             self.left_out[column] = kind
 
@@ -138,12 +143,12 @@ class RowReader:
 
         datasets.disable_progress_bars()
         if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-            saved = datasets.load_from_disk(str(path))
+            saved = _opened(datasets.load_from_disk, path)
             split = self._split(path, saved) if isinstance(saved, Mapping) else None
             rows = dataset_rows(saved if split is None else saved[split], self._as_base64, self._note)
             yield from self._placed(path, "row", rows)
             return
-        builder = datasets.load_dataset_builder(str(path))
+        builder = _opened(datasets.load_dataset_builder, path)
         files = builder.config.data_files
         split = self._split(path, files)
         own = [Path(file) for file in files[split]]
@@ -151,7 +156,7 @@ class RowReader:
             for file in own:
                 yield from self._typed(file, _form(file))
             return
-        opened = datasets.load_dataset(str(path), split=split)
+        opened = _opened(datasets.load_dataset, path, split=split)
         yield from self._placed(path, "row", dataset_rows(opened, self._as_base64, self._note))
 
     def _split(self, path: Path, splits: Mapping[Any, Any]) -> str:
@@ -161,6 +166,18 @@ class RowReader:
             fix = f"Save one split alone with save_to_disk, or name it '{_SPLIT}'"
             raise InputError(self._key, f"{path} has the splits {', '.join(names)} and none is '{_SPLIT}'", fix)
         return _SPLIT if _SPLIT in names else names[0]
+
+
+def _opened(load: Callable[..., Any], path: Path, **options: Any) -> Any:
+    """A folder, opened by a function of `datasets`.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    try:
+        return load(str(path), **options)
+    except Exception as error:  # a folder's content decides the class
+        raise ValueError(_first_cause(error)) from error
 
 
 def _form(path: Path) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gspo.common.data.row_reader import DataRow
+from gspo.common.errors import InputError
 
 
 class RowStore:
@@ -19,24 +20,34 @@ class RowStore:
 
     Attributes:
         names: Every column that a row has, in the order of their first appearance.
+
+    Raises:
+        InputError: The folder for temporary files cannot hold them.
     """
 
     def __init__(self, rows: Iterable[DataRow]) -> None:
         names: dict[str, None] = {}
         self._files: list[str] = []
         self._starts, self._file_of, self._numbers = array("q", [0]), array("H"), array("q")
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this object
-        for row in rows:
-            names.update(dict.fromkeys(row.columns))
-            line = json.dumps(row.columns, ensure_ascii=False).encode()
-            self._file.write(line)
-            self._starts.append(self._starts[-1] + len(line))
-            if not self._files or self._files[-1] != row.file:
-                self._files.append(row.file)
-            self._file_of.append(len(self._files) - 1)
-            self._numbers.append(row.number)
-        self._file.flush()
+        try:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this object
+            for row in rows:
+                names.update(dict.fromkeys(row.columns))
+                self._add(row)
+            self._file.flush()
+        except OSError as error:
+            rule = f"{tempfile.gettempdir()} cannot hold the run's copy of its data ({error.strerror})"
+            raise InputError("TMPDIR", rule, "Set this variable to a folder on a disk with free space") from error
         self.names = list(names)
+
+    def _add(self, row: DataRow) -> None:
+        line = json.dumps(row.columns, ensure_ascii=False).encode()
+        self._file.write(line)
+        self._starts.append(self._starts[-1] + len(line))
+        if not self._files or self._files[-1] != row.file:
+            self._files.append(row.file)
+        self._file_of.append(len(self._files) - 1)
+        self._numbers.append(row.number)
 
     def __len__(self) -> int:
         return len(self._numbers)

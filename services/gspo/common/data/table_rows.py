@@ -28,6 +28,9 @@ class TableColumns:
     Args:
         as_base64: Columns whose bytes become text.
 
+    Raises:
+        ValueError: Two columns have one name.
+
     Attributes:
         left_out: Column of which bytes are left out -> "images" (or sounds: a file's bytes with its path) or "bytes".
         names: The other columns.
@@ -37,6 +40,8 @@ class TableColumns:
         self.left_out: dict[str, str] = {}
         self._converts: dict[str, _Convert] = {}
         for field in schema:
+            if field.name in self._converts or field.name in self.left_out:
+                raise ValueError(f"two columns have the name '{field.name}'")
             has_bytes = field.name not in as_base64 and _has_bytes(field.type)
             if has_bytes:
                 self.left_out[field.name] = "images" if _has_media(field.type) else "bytes"

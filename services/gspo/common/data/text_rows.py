@@ -89,6 +89,8 @@ def csv_rows(path: Path) -> Iterator[NumberedRow]:
 def _names(cells: list[str], line: int) -> list[str]:
     """The names of the columns; one without a name, such as an index that pandas wrote, gets the name of its place."""
     names = [name or f"Unnamed: {place}" for place, name in enumerate(cells)]
+    if len(names) == 1 and (other := next((sign for sign in ";\t|" if sign in names[0]), None)):
+        raise RowError(line, f"separates cells by {other!r}, and CSV by commas: {names[0]:.80}", "Write it with commas")
     seen: set[str] = set()
     for name in names:
         if name in seen:

@@ -28,6 +28,14 @@ def _of_training(prompts: PromptSet) -> Iterator[Finding]:
             f"{prompts.key}: {prompts.num_continued} of {prompts.num_rows} prompts end with a message of the "
             "assistant, which the policy continues (data.on_assistant_end)",
         )
+    if prompts.num_like_messages:
+        types, column = prompts.source.key("types"), prompts.source.prompt_column
+        yield Finding(
+            "prompts_like_messages",
+            f"{prompts.key}: {prompts.num_like_messages} of {prompts.num_rows} prompts are text that begins as a list "
+            "of messages does, and get no chat template",
+            tries=(f"{types}: {{{column}: json}}, which reads a list in JSON",),
+        )
 
 
 def _of_held_out(prompts: PromptSet, trained_on: set[int]) -> Iterator[Finding]:

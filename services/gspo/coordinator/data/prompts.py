@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 _BATCH = 1024
+# JSON, or what pandas writes of a list into CSV.
+_LIKE_MESSAGES = re.compile(r"""\s*\[\s*{\s*["'](role|content)["']""")
 # More than any tokenizer adds around a text: begin, end, a leading space.
 _ADDED_TOKENS = 8
 
@@ -54,9 +57,11 @@ class PromptSet:
         progress: Called during the check with rows done and rows in all.
 
     Attributes:
+        source: Where its columns and their types stand.
         num_rows: Usable and skipped.
         left_out: Columns of bytes that no task has -> "images" or "bytes".
         num_continued: Prompts whose last message is the assistant's, which the policy continues.
+        num_like_messages: Prompts of text that begins as a list of messages does.
         hashes: The hash of every usable prompt's text, in the file's order; those of one process can be compared.
 
     Raises:
@@ -74,7 +79,7 @@ class PromptSet:
         limit: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.key, self._source, self._files = key, source, ", ".join(map(str, paths))
+        self.key, self.source, self._files = key, source, ", ".join(map(str, paths))
         self._tokenizer, self._on_assistant_end = tokenizer, config.data.on_assistant_end
         self._prompt_length, self._on_long_prompt = config.algorithm.prompt_length, config.data.on_long_prompt
         reader = RowReader(key, paths, source.types, types_key=source.key("types"))
@@ -82,7 +87,7 @@ class PromptSet:
         self.num_rows, self.left_out = len(self._rows), reader.left_out
         check_names(self._rows.names, source, self._files)
         self._is_text: bool | None = None
-        self.num_continued = 0
+        self.num_continued = self.num_like_messages = 0
         # A token stands for at least one byte of the text, unless a normalizer could lengthen the text first.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         bytes_bound_tokens = backend is not None and backend.normalizer is None
@@ -103,7 +108,7 @@ class PromptSet:
         rows = [self._usable[place] for place in places]
         columns = self._rows.rows(rows)
         shown = self._shown(rows, columns)
-        others = [split_row(row, self._source)[1] for row in columns]
+        others = [split_row(row, self.source)[1] for row in columns]
         return [self._prompt(*parts) for parts in zip(shown, self._tokenise(shown), others, strict=True)]
 
     def place(self, number: int) -> str:
@@ -148,6 +153,7 @@ class PromptSet:
 
     def _too_long(self, rows: Sequence[int], shown: Sequence[_Shown]) -> set[int]:
         self.num_continued += sum(bool(final_answer(prompt.messages)) for prompt in shown)
+        self.num_like_messages += sum(not p.messages and bool(_LIKE_MESSAGES.match(p.text)) for p in shown)
         if self._on_long_prompt == "truncate":
             return set()
         unsure = [i for i, prompt in enumerate(shown) if len(prompt.text.encode()) > self._surely_short_bytes]
@@ -167,7 +173,7 @@ class PromptSet:
         """The prompts of these rows as the policy sees them."""
         shown = []
         for row, values in zip(rows, columns, strict=True):
-            value = values.get(self._source.prompt_column)
+            value = values.get(self.source.prompt_column)
             try:
                 shown.append(self._shown_text(value) if isinstance(value, str) else self._shown_chat(value, values))
             except ValueError as error:
@@ -179,7 +185,7 @@ class PromptSet:
         if not value:
             raise ValueError("the prompt is empty")
         self._check_kind(value, is_text=True)
-        source = self._source
+        source = self.source
         if source.environment.descriptions or source.chat_template_kwargs:
             key = source.key("chat_template_kwargs")
             if source.environment.descriptions:
@@ -203,7 +209,7 @@ class PromptSet:
                 f"{self._files} holds chat messages, and the tokenizer in model.path has no chat template",
                 "Give prompts as text, or add chat_template to the model's tokenizer_config.json",
             )
-        messages, variables = read_messages(value), template_variables(columns, self._source)
+        messages, variables = read_messages(value), template_variables(columns, self.source)
         if messages[-1]["role"] == "assistant":
             if self._on_assistant_end == "error":
                 raise ValueError("the last message is the assistant's, and data.on_assistant_end is error")

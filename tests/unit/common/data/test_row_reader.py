@@ -118,6 +118,10 @@ def test_json_keeps_types_and_numbers_in_any_order_of_rows(tmp_path: Path) -> No
         ("p.csv", 'a,b\n1,"2\n', "line 2: is not CSV"),
         ("p.csv", "a,a\n1,2\n", "line 1: names two columns 'a'"),
         ("p.csv", b"a\n\xff\n", "line 2: is not UTF-8"),
+        ("p.csv", "prompt;answer\n1,5;2\n", "line 1: separates cells by ';', and CSV by commas: prompt;answer"),
+        ("p.csv", "prompt\tanswer\na\t2\n", r"line 1: separates cells by '\t', and CSV by commas"),
+        ("p.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], "p.jsonl.gz cannot be read (Compressed file ended"),
+        ("p.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 9, "p.jsonl.gz cannot be read (Error -3 while decompress"),
         ("p.csv", "a,b\n", "has no rows"),
         ("p.jsonl", "\n \n", "has no rows"),
     ],
@@ -232,6 +236,45 @@ def test_a_folder_reads_its_files_as_they_would_be_read_alone(tmp_path: Path) ->
     (texts := tmp_path / "texts").mkdir()
     written(texts, "train.txt", "one\ntwo\n")
     assert columns_of(texts) == [{"text": "one"}, {"text": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("dataset_dict.json", "[]", "list indices must be integers"),
+        ("a.xml", "<a/>", "No such file"),
+        ("script.py", "", "Dataset scripts are no longer supported"),
+        ("a.jsonl.gz", "no gzip", "Not a gzipped file"),
+    ],
+)
+def test_a_folder_that_cannot_be_opened_is_named(tmp_path: Path, name: str, text: str, problem: str) -> None:
+    """`datasets` raises a class of its own for each."""
+    folder = tmp_path / "script"
+    folder.mkdir()
+    written(folder, name, text)
+    with pytest.raises(InputError, match=f"script.* cannot be read .*{problem}"):
+        columns_of(folder)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table([pa.array(["x"]), pa.array(["y"])], names=["a", "a"]), tmp_path / "p.parquet")
+    with pytest.raises(InputError, match=r"p\.parquet cannot be read \(two columns have the name 'a'\)"):
+        columns_of(tmp_path / "p.parquet")
+
+
+def test_a_type_that_no_column_has_is_known(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": ["1"], "image": [PNG]}), tmp_path / "p.parquet")
+    second = written(tmp_path, "p.jsonl", '{"b": "2"}')
+    types = dict.fromkeys(("a", "b", "image"), "omit") | {"c": "number"}
+    reader = RowReader("data.prompts", [tmp_path / "p.parquet", second], types)  # type: ignore[arg-type]
+    assert [row.columns for row in reader] == [{}, {}] and reader.unused_types == {"c"}
+
+
+def test_a_full_disk_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, "p.jsonl", '{"a": 1}\n' * 5000)
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda: Path("/dev/full").open("r+b"))  # noqa: SIM115 - RowStore's
+    with pytest.raises(InputError, match=r"TMPDIR: .* cannot hold .*\(No space left on device\)"):
+        RowStore(RowReader("data.prompts", [path]))
 
 
 def test_saved_json_columns_are_decoded(tmp_path: Path) -> None:

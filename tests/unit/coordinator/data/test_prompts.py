@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gspo.common.config.loading import parse_config
 from gspo.common.errors import InputError
+from gspo.coordinator.data.prompt_checks import prompt_findings
 from gspo.coordinator.data.prompts import PromptSet, training_prompts
 from tests.support.tiny_model import make_tokenizer
 
@@ -150,6 +151,14 @@ def test_an_assistants_last_message_is_continued_or_refused(tmp_path: Path, open
     calls = [*chat("a"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]}]
     with pytest.raises(InputError, match="cannot continue it"):
         open_set(write(tmp_path / "p.jsonl", [{"prompt": calls}]))
+
+
+def test_text_that_begins_as_a_list_of_messages_does_is_a_finding(tmp_path: Path, open_set: OpenSet) -> None:
+    texts = [json.dumps(chat("1+1=")), str(chat("1+1=")), '[{"a": 1}]', "1+1="]
+    [finding] = prompt_findings([open_set(write(tmp_path / "p.jsonl", [{"prompt": text} for text in texts]))], [])
+    assert "data.prompts: 2 of 4 prompts are text that begins as a list of messages does" in finding.text
+    assert "Try data.types: {prompt: json}" in finding.text
+    assert not prompt_findings([open_set(write(tmp_path / "p.jsonl", [{"prompt": chat("1+1=")}]))], [])
 
 
 def test_a_limit_takes_the_first_rows(tmp_path: Path, open_set: OpenSet) -> None:
