@@ -10,7 +10,7 @@ shared GPUs the learner also puts the engine to sleep here, between two pushes, 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from gspo.common.weights.changes import Packed
 from gspo.common.weights.time_limit import TimeLimit
 from gspo.generation.engine.api import EngineBrokenError, EngineLike
 from gspo.generation.engine.staging import LOOK_S, PolicyCopies, PolicyPlace, StagingError
-from gspo.generation.share_pull import PullFailedError, pulled_frames
+from gspo.generation.share_pull import pulled_frames
 from gspo_proto.generation_pb2 import PushHeader, PushResult, SleepRequest, TensorFrame, WeightFrame
 
 log = structlog.get_logger()
@@ -105,9 +105,7 @@ class Receiver:
             EngineBrokenError: There is no engine any more.
         """
         if limit_s is None:
-            raise PushRefusedError(
-                grpc.StatusCode.FAILED_PRECONDITION, "a push needs a deadline: set a timeout on the call"
-            )
+            raise _precondition("a push needs a deadline: set a timeout on the call")
         began = time.monotonic()
         header = await _header(frames)
         self._check_model(header)
@@ -119,12 +117,11 @@ class Receiver:
                 raise _precondition(
                     f"the changes are to {header.base_digest[:12]} and {self.digest[:12]} is here; push every element"
                 )
-            await self._stage(header, frames, admit, began + limit_s)
-            if header.version == self._engine.version == 0:
-                await asyncio.to_thread(self._check_start)
-            staged_s = time.monotonic() - began
             try:
-                return await _uncancelled(self._switch(header, staged_s))
+                await self._stage(header, frames, admit, began + limit_s)
+                if header.version == self._engine.version == 0:
+                    await asyncio.to_thread(self._check_start)
+                return await _uncancelled(self._switch(header, time.monotonic() - began))
             finally:
                 self._copies.abandon()
 
@@ -169,15 +166,11 @@ class Receiver:
                     await self._await_other(header)
             self._check_fence(header)
         except TimeoutError as error:
-            self._copies.abandon()
             self._check_fence(header)
             raise PushRefusedError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 f"version {header.version} was not here by the deadline of the call; nothing was loaded",
             ) from error
-        except BaseException:
-            self._copies.abandon()
-            raise
         finally:
             self._staging = None
 
@@ -234,27 +227,36 @@ class Receiver:
             async for _ in frames:
                 continue
             raise
-        except PullFailedError as failure:
-            raise PushRefusedError(failure.status, str(failure)) from failure
         finally:
             for pull in pulls:
                 pull.cancel()
-            await _uncancelled(_ended(pulls))
+            if pulls:
+                await _uncancelled(asyncio.wait(pulls))
             self._waits_for_frames = False
 
     async def _pull_share(self, address: str, header: PushHeader) -> None:
-        async with aclosing(self.pull(address, header, self._service.config.services.tls, self._token)) as frames:
-            async for frame in frames:
-                self._pulled_bytes += frame.ByteSize()
-                await self._write_frame(frame)
+        """Stage the frames of one rank.
+
+        Raises:
+            PushRefusedError: The rank is gone, or has newer versions alone.
+        """
+        tls, token = self._service.config.services.tls, self._service.options.token
+        try:
+            async with aclosing(self.pull(address, header, tls, token)) as frames:
+                async for frame in frames:
+                    self._pulled_bytes += frame.ByteSize()
+                    await self._write_frame(frame)
+        except grpc.aio.AioRpcError as error:
+            is_gone = error.code() is grpc.StatusCode.NOT_FOUND
+            raise PushRefusedError(
+                grpc.StatusCode.ABORTED if is_gone else grpc.StatusCode.UNAVAILABLE,
+                f"a rank of the learner at {address} did not send its share of version {header.version} "
+                f"({error.code().name}: {error.details()}); nothing was loaded",
+            ) from error
 
     async def _write_frame(self, frame: WeightFrame) -> None:
         self.num_frames += 1
         await _uncancelled(asyncio.to_thread(self._write, frame.tensors))
-
-    @property
-    def _token(self) -> str:
-        return self._service.options.token
 
     def _write(self, tensors: Iterable[TensorFrame]) -> None:
         for run in tensors:
@@ -357,11 +359,6 @@ async def _header(frames: AsyncIterator[WeightFrame]) -> PushHeader:
     if first is None or not first.HasField("header"):
         raise _precondition("a push begins with its header")
     return first.header
-
-
-async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    if tasks:
-        await asyncio.wait(tasks)
 
 
 async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:

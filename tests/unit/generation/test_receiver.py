@@ -121,5 +121,7 @@ async def test_a_learner_that_read_another_model_is_refused_for_good() -> None:
         await receiver_of(copies).receive(frames(), admit, 20.0)
     assert error.value.status is grpc.StatusCode.INVALID_ARGUMENT
     assert copies.serving.fingerprints.keys() == {"a", "b", "ignored"}
+    assert copies.staged is copies.serving
+    copies.begin(changes=False)
     copies.write("a", 0, bytes(16))
     assert copies.differing_tensor() is None
