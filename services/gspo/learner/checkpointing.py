@@ -104,14 +104,15 @@ class CheckpointWriter:
             if self._run_dir.checkpoints.is_whole(version):
                 self._answer(version, requested)
             elif self._is_overlapped and not is_last:
-                write = await self._trainer.write(_SUBJECT, lambda trainer: self._copy(trainer, version, state))
+                begin = self._run_dir.checkpoints.begin
+                write = await self._trainer.write(_SUBJECT, lambda trainer: trainer.begin_save(begin(version), state))
                 self._writing = asyncio.create_task(self._write_overlapped(version, write, began, requested))
                 self._writing.add_done_callback(lambda _: self._on_end())
             else:
                 await self._trainer.write(_SUBJECT, lambda trainer: self._write_files(trainer, version, state))
                 await self._complete(version, requested)
                 self._clock.end_checkpoint(time.monotonic() - began, 0.0)
-        self._clock.add_checkpoint(time.monotonic() - began)
+        self._clock.add_between("checkpoint_s", time.monotonic() - began)
 
     async def close(self) -> None:
         """Wait for the files of this rank; what other ranks still owe is given up."""
@@ -120,9 +121,6 @@ class CheckpointWriter:
             await asyncio.wait([self._writing])
             if error := self._writing.exception():
                 log.warning("checkpoint_not_written", reason=str(error), step=self._newest_step)
-
-    def _copy(self, trainer: TrainerApi, version: int, state: dict[str, Any]) -> WriteCheckpoint:
-        return trainer.begin_save(self._run_dir.checkpoints.begin(version), state)
 
     async def _write_overlapped(
         self,

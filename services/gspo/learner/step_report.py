@@ -174,10 +174,6 @@ class StepClock:
             for timeline in timelines:
                 self._traces.add("push", timeline.group, timeline.number, published_unix_s, now_unix_s, version=earlier)
 
-    def add_checkpoint(self, seconds: float) -> None:
-        """Training stood for so long for a checkpoint; it counts to the step after it."""
-        self.add_between("checkpoint_s", seconds)
-
     def end_checkpoint(self, seconds: float, overlapped_s: float) -> None:
         """A checkpoint is whole, after so long, some of it beside training; that counts to the next step to begin."""
         metrics.CHECKPOINT_SECONDS.observe(seconds)

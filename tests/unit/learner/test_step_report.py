@@ -56,7 +56,7 @@ def test_the_time_of_a_step_is_split_by_phase_and_by_cause(clock: StepClock) -> 
 
 def test_between_two_steps_a_checkpoint_counts_and_an_evaluation_blocks_nothing(clock: StepClock) -> None:
     metrics_of_a_step(clock, evaluated_s_ago=5)
-    clock.add_checkpoint(0.25)
+    clock.add_between("checkpoint_s", 0.25)
     second = metrics_of_a_step(clock, evaluated_s_ago=5)
     assert second["checkpoint_s"] == 0.25
     assert second["wait_evaluation_s"] == 0

@@ -417,7 +417,7 @@ class PassObserver:
         """The results of a forward pass; returns sums that the ranks of the same lines have alike."""
         return {}
 
-    def end_update(self, mini_batch: int, problem: str) -> None:
+    def end_update(self, problem: str) -> None:
         """The passes of an optimizer step are over; it is applied unless there is a problem."""
 
     def end(self) -> Stats:

@@ -1,13 +1,14 @@
-"""Counts the matrices of a loaded model that its floating-point operations follow from (common/planning/flops.py)."""
+"""The model flops of a step, and the matrices of a loaded model that they follow from (common/planning/flops.py)."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gspo.common.planning.flops import UNLIMITED, ModelFlops
+from gspo.learner.model.batch import StepBatch
 
 # A mixture's experts lie in one tensor: [experts, out, in].
 _STACKED = 3
@@ -72,3 +73,46 @@ def _attention(text: Any) -> Mapping[int, float]:
         if layer_type in (_SLIDING, _FULL):
             widths[window if layer_type == _SLIDING else UNLIMITED] += heads * (key + value) / 2
     return dict(widths)
+
+
+def step_flops(
+    model: ModelFlops, scorings: Sequence[ModelFlops], batch: StepBatch, moving_B: Tensor, mini_batches: Iterable[int]
+) -> dict[str, float]:
+    """`train_flops` and `generation_flops` over all ranks, which no cut into micro-batches and ranks changes.
+
+    Rollouts that a rank repeats only to keep step with the others, and the mismatch probe, count for nothing.
+
+    Args:
+        model: The policy's.
+        scorings: Those of the models that read the whole batch forward beside it, one for each column.
+        moving_B: The rollouts with a gradient; the others are read forward alone.
+        mini_batches: That of each update, which costs the same, applied or not.
+    """
+    sizes = [[(branch.length, branch.num_counted) for branch in branches] for branches in batch.branches]
+    forward = [sum(model.forward(*size) for size in of_rollout) for of_rollout in sizes]
+    moved = [
+        sum(model.backward(*size) for size in of_rollout) if moving else 0.0
+        for of_rollout, moving in zip(sizes, moving_B.tolist(), strict=True)
+    ]
+    of_mini_batch: dict[int, float] = defaultdict(float)
+    for mini_batch, there, back in zip(batch.mini_batch_B.tolist(), forward, moved, strict=True):
+        of_mini_batch[mini_batch] += there + back
+    scored = sum(it.forward(*size) for it in scorings for of_rollout in sizes for size in of_rollout)
+    return {
+        "train_flops": scored + sum(of_mini_batch[mini_batch] for mini_batch in mini_batches),
+        "generation_flops": _sampling(model, batch),
+    }
+
+
+def _sampling(model: ModelFlops, batch: StepBatch) -> float:
+    """A group's prompt is read once, and the context of every further branch too."""
+    firsts: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    prompts, others = {}, 0.0
+    for row, branches in zip(batch.rows, batch.branches, strict=True):
+        prompts[row.group] = len(row.prompt_token_ids)
+        for number, length, num_sampled in branches:
+            if number:
+                others += model.forward(length, num_sampled)
+            else:
+                firsts[row.group].append((length, num_sampled))
+    return others + sum(model.sampling(length, firsts[group]) for group, length in prompts.items())

@@ -270,7 +270,7 @@ class RoutingReplay(PassObserver):
         changed = changed_N[place_N].float()
         self._stats = merge([self._stats, mean_stats("experts_changed", changed, torch.ones_like(changed))])
 
-    def end_update(self, _mini_batch: int, problem: str) -> None:
+    def end_update(self, problem: str) -> None:
         """Keep the sums of an update that was applied."""
         self._applied, self._stats = self._applied if problem else self._stats, {}
 

@@ -52,6 +52,7 @@ class Publisher:
     """Pushes to generators.
 
     Attributes:
+        newest: The version that generators are to serve, with every element; None before the first.
         live_version: Newest version that a generator serves, -1 before any does.
         live_unix_s: When it was first served.
 
@@ -74,9 +75,9 @@ class Publisher:
         self._shifts = shifts or LearnerShifts(service, epoch)
         # Distinguishes two learners of one epoch, in two run directories of one name.
         self._learner = service.uid
-        # The newest version with every element, and the changes that made it and those before it.
-        self._newest: PolicyWeights | None = None
+        self.newest: PolicyWeights | None = None
         self._full: WeightUpdate | None = None
+        # The changes that made the newest version and those before it.
         self._chain = ChangeChain(service.config.staleness.max_lag + 1)
         # No change at all, for generators that sleep with the newest version.
         self._repeat: WeightUpdate | None = None
@@ -90,16 +91,11 @@ class Publisher:
 
     def publish(self, policy: PolicyWeights) -> None:
         """Make a version the newest; the one before stays until the changes from it are packed."""
-        if self._newest is not None:
-            self._chain.add(WeightUpdate(policy, self._newest))
-        self._newest, self._full, self._repeat = policy, WeightUpdate(policy), WeightUpdate(policy, policy)
+        if self.newest is not None:
+            self._chain.add(WeightUpdate(policy, self.newest))
+        self.newest, self._full, self._repeat = policy, WeightUpdate(policy), WeightUpdate(policy, policy)
         self._published_s = time.monotonic()
         self.wake()
-
-    @property
-    def newest(self) -> PolicyWeights | None:
-        """The version that generators are to serve; None before the first."""
-        return self._newest
 
     def wake(self) -> None:
         """Look at the generators now."""
@@ -174,8 +170,8 @@ class Publisher:
 
     async def _record_pushes(self) -> None:
         """Record the pushes before the newest version's."""
-        if self._newest is not None and self._newest.version != self._accounted_version:
-            self._accounted_version = self._newest.version
+        if self.newest is not None and self.newest.version != self._accounted_version:
+            self._accounted_version = self.newest.version
             await self._account.write()
 
     async def _refresh_replicas(self) -> None:

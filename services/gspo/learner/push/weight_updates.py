@@ -38,7 +38,6 @@ class WeightUpdate:
         own_bytes: Size of the tensors that this rank owns.
 
     Args:
-        base: The version that the receiver has; None if it needs every element.
         frame_bytes: Most bytes of weights in one run of elements; a frame of changes ends with the run that fills it.
     """
 

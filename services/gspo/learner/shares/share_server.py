@@ -7,8 +7,7 @@ consumes: this rank's versions. produces: frames. waits for: nothing. Its publis
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from functools import partial
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any
 
 import grpc
@@ -58,11 +57,11 @@ class ShareServer:
         Raises:
             Exception: As the packing raised it.
         """
-        self._call(self._forget_older)
+        self._make(self._forget_older())
 
     def add(self, own: PolicyWeights) -> None:
         """Serve this rank's tensors of a new version from now on."""
-        self._call(partial(self._take, own))
+        self._make(self._take(own))
 
     def own_weights(self, version: int) -> PolicyWeights:
         """This rank's tensors of one of the last two versions.
@@ -72,8 +71,8 @@ class ShareServer:
         """
         return {own.version: own for own in self._whole}[version]
 
-    def _call(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        asyncio.run_coroutine_threadsafe(function(), self._loop).result()
+    def _make(self, change: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(change, self._loop).result()
 
     async def _forget_older(self) -> None:
         await self._chain.wait_until_packed()

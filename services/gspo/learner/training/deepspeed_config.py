@@ -90,7 +90,7 @@ _REFUSED = {
     "sparse_gradients": "embeddings have dense gradients",
     "activation_checkpointing": "the model checkpoints its own activations; set learner.gradient_checkpointing",
     "aio": "AdamW works in memory; offload to NVMe is not supported",
-    "compile": "nothing is compiled",
+    "compile": "set learner.torch_compile",
     "checkpoint": "the learner writes and verifies checkpoints itself",
     "datastates_ckpt": "the learner writes and verifies checkpoints itself",
     "tensorboard": "figures come from the step log; set tracking.tensorboard",

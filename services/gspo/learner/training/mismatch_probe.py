@@ -75,7 +75,7 @@ class MismatchProbe(PassObserver):
         masks = micro.take_mask(self._newest_BT), micro.take_mask(batch.mask_BT)
         return self._compare(logp_RT.detach(), take(batch.behavior_BT), *masks, branch_RT)
 
-    def end_update(self, _mini_batch: int, problem: str) -> None:
+    def end_update(self, problem: str) -> None:
         """An applied update makes other weights."""
         self._is_at_start = self._is_at_start and bool(problem)
 

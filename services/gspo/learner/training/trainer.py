@@ -20,16 +20,16 @@ import torch
 from gspo.common.config.schema import Config
 from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import MicroBatch, StepBatch
-from gspo.learner.model.flop_counts import count_flops
+from gspo.learner.model.flop_counts import count_flops, step_flops
 from gspo.learner.model.routing_replay import RoutingReplay
 from gspo.learner.objective.figures import AT_END, AT_START, at_weights, compared_stats
 from gspo.learner.objective.objective import OLD, Objective, StepTargets
 from gspo.learner.ranks.process_group import sum_stats
 from gspo.learner.shares.share_server import ShareServer
 from gspo.learner.training.mismatch_probe import MismatchProbe
-from gspo.learner.training.observers import FlopCount, TokenRecorder
 from gspo.learner.training.passes import RankPasses, scorers_of
 from gspo.learner.training.policy_engine import PolicyEngine
+from gspo.learner.training.token_recorder import TokenRecorder
 from gspo.learner.training.trainer_api import Hyperparameters, NotFiniteError, TrainResult, UpdateNotApplied
 from gspo_core.stats import Stats, merge
 
@@ -42,9 +42,11 @@ class _Updates:
     """The updates of one step: losses, gradient norms and this rank's sums of the applied ones, and the others.
 
     Attributes:
+        passed: The mini-batches of those whose passes were made, applied or not.
         split_s: Seconds of the passes before the first and after the last one.
     """
 
+    passed: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)
@@ -67,13 +69,12 @@ class Trainer:
         # After the engine, which waits for rank zero: rank zero copies a user's loss into the run directory before.
         self._objective = Objective(config.algorithm, config.teacher)
         self._replay = RoutingReplay(self.engine.routers, self.engine.sequence_ranks, self.engine.device)
-        flops = count_flops(self.engine.model.causal_lm)
-        self._scorers = scorers_of(config, self.engine, flops, self._replay.recording)
+        self._flops = count_flops(self.engine.model.causal_lm)
+        self._scorers = scorers_of(config, self.engine, self._flops, self._replay.recording)
         compare = partial(compared_stats, config.algorithm)
         self._probe = MismatchProbe(self.engine, self._passes, compare, config.learner.mismatch_every)
         self._recorder = TokenRecorder(is_on=config.learner.token_records)
-        self._flops = FlopCount(flops, [scorer.flops for scorer in self._scorers if scorer.flops is not None])
-        self._observers = self._replay, self._probe, self._recorder, self._flops
+        self._observers = self._replay, self._probe, self._recorder
         self._num_not_applied_in_a_row = 0
 
     def train(
@@ -134,8 +135,9 @@ class Trainer:
                     loss, stats = self._gradients(cuts[mini_batch], targets, sizes)
                 grad_norm = self.engine.apply(max_grad_norm)
                 problem = _problem(loss, grad_norm)
+                updates.passed.append(mini_batch)
                 for observer in self._observers:
-                    observer.end_update(mini_batch, problem)
+                    observer.end_update(problem)
             if problem:
                 self._leave_out(updates, step, UpdateNotApplied(update, mini_batch, problem))
                 continue
@@ -194,7 +196,8 @@ class Trainer:
             )
 
     def _figures(self, batch: StepBatch, targets: StepTargets, updates: _Updates) -> dict[str, float]:
-        figures = self._flops.figures(targets.moving_B)
+        scorings = [scorer.flops for scorer in self._scorers if scorer.flops is not None]
+        figures = step_flops(self._flops, scorings, batch, targets.moving_B, updates.passed)
         figures["mini_batches_not_applied"] = float(len(updates.not_applied))
         sums = [*updates.stats, *(observer.end() for observer in self._observers)]
         if not updates.losses:

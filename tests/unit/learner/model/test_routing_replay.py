@@ -183,7 +183,7 @@ def test_a_replay_gives_each_position_its_own_experts_back(folder: Path, policy:
                 expected, _ = policy(alone.input_RS, None, alone.state_N, alone.target_N)
             torch.testing.assert_close(logp_RT[place][micro.mask_RT[place]], expected, rtol=1e-5, atol=1e-5)
     assert (logp_RT - own_RT).abs().max() > 0.1, "the routers did not move"
-    replay.end_update(0, "")
+    replay.end_update("")
     assert 0.5 < replay.end()["experts_changed.sum"] / len(micro.state_N) <= 1
 
 
