@@ -5,6 +5,7 @@ Also what a dead letter, an event and an environment's task say. Nothing here ta
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
@@ -108,6 +109,23 @@ def tokens_between(tokens: Any, first: int, last: int | None = None) -> dict[str
     begin, end = sum(tokens.kept_sizes[:first]), sum(tokens.kept_sizes[:last])
     arrays = {name: list(getattr(tokens, name)[first:last]) for name in SAMPLED if name != "kept_ids"}
     return arrays | {"kept_ids": list(tokens.kept_ids[begin:end])}
+
+
+def append_sampled(message: RolloutState | Rollout, tokens: Any) -> None:
+    """Append tokens of the policy, of a message or an object that has the arrays of sampled tokens."""
+    for name in SAMPLED:
+        getattr(message, name).extend(getattr(tokens, name))
+    message.mask += b"\x01" * len(tokens.token_ids)
+
+
+def append_context(message: RolloutState | Rollout, token_ids: Sequence[int], *, keep_sets: bool) -> None:
+    """Append tokens that the policy did not sample: they get mask 0, log-prob 0 and version -1."""
+    num = len(token_ids)
+    message.token_ids.extend(token_ids)
+    message.logp.extend([0.0] * num)
+    message.version.extend([-1] * num)
+    message.kept_sizes.extend([0] * num * keep_sets)
+    message.mask += b"\x00" * num
 
 
 def scored_entry(rollout: bytes, score: Score) -> bytes:

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 
-from gspo.common.streams.entries import MAX_ENTRY_BYTES, SAMPLED, SCHEMA
+from gspo.common.streams.entries import MAX_ENTRY_BYTES, SAMPLED, SCHEMA, append_context, append_sampled
 from gspo.gateway.sessions.session_store import Session
 from gspo.gateway.sessions.turns import Conversation, Message, RecordedTurn
 from gspo_proto import rollout_pb2
@@ -103,23 +103,12 @@ def _add_tokens(rollout: Rollout, branches: Sequence[Sequence[RecordedTurn]], *,
             rollout.branch_starts.append(len(rollout.token_ids))
         for place, turn in enumerate(branch):
             if number or place:
-                _add_context(rollout, turn.begin.context, keep_sets=keep_sets)
+                append_context(rollout, turn.begin.context, keep_sets=keep_sets)
             if turn.name in trained:
-                _add_context(rollout, turn.token_ids, keep_sets=keep_sets)
-                continue
-            for name in SAMPLED:
-                getattr(rollout, name).extend(getattr(turn, name))
-            rollout.mask += b"\x01" * len(turn.token_ids)
+                append_context(rollout, turn.token_ids, keep_sets=keep_sets)
+            else:
+                append_sampled(rollout, turn)
         trained |= {turn.name for turn in branch}
-
-
-def _add_context(rollout: Rollout, token_ids: Sequence[int], *, keep_sets: bool) -> None:
-    num = len(token_ids)
-    rollout.token_ids.extend(token_ids)
-    rollout.logp.extend([0.0] * num)
-    rollout.version.extend([-1] * num)
-    rollout.kept_sizes.extend([0] * num * keep_sets)
-    rollout.mask += b"\x00" * num
 
 
 def _messages(branch: Sequence[RecordedTurn]) -> tuple[str, str]:

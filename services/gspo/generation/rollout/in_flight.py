@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
-from gspo.common.streams.entries import SAMPLED, SCHEMA, saved_state, tokens_between
+from gspo.common.streams.entries import SAMPLED, SCHEMA, append_context, append_sampled, saved_state, tokens_between
 from gspo.common.streams.keys import rollout_key
 from gspo.common.streams.token_counts import RolloutTokens, num_sampled
 from gspo.generation.engine.api import Completion, Finish, Tokens
@@ -163,7 +163,7 @@ class InFlightRollout:
 
     def on_sampled(self, piece: Completion) -> None:
         """Append the tokens that the policy sampled; `aborted` means that the conversation's time is over."""
-        _append(self.state, piece)
+        append_sampled(self.state, piece)
         self.num_kept += len(piece.token_ids)
         self._end_piece(piece.finish, piece.stop_string or "")
 
@@ -233,22 +233,18 @@ class InFlightRollout:
         """Append what the policy sees next and begin its turn, unless a limit is reached.
 
         Args:
-            token_ids: The observation's tokens, which get mask 0, log-prob 0 and version -1.
+            token_ids: The observation's tokens.
             messages: The same observation as chat messages.
         """
-        state, num = self.state, len(token_ids)
+        state = self.state
         self._add_messages(messages)
         if self.task.play.max_turns and state.num_turns >= self.task.play.max_turns:
             state.outcome = rollout_pb2.OUTCOME_TURN_LIMIT
             return
-        if num >= self.tokens_left:
+        if len(token_ids) >= self.tokens_left:
             state.outcome = rollout_pb2.OUTCOME_TRUNCATED
             return
-        state.token_ids.extend(token_ids)
-        state.logp.extend([0.0] * num)
-        state.version.extend([-1] * num)
-        state.kept_sizes.extend([0] * num * self.task.sampling.keep_sets)
-        state.mask += b"\x00" * num
+        append_context(state, token_ids, keep_sets=self.task.sampling.keep_sets)
         state.turn_start, state.turn_ended = len(state.token_ids), False
         state.num_turns += 1
 
@@ -283,7 +279,7 @@ class InFlightRollout:
         state = RolloutState()
         state.CopyFrom(self.state)
         state.delivery = num_deliveries
-        _append(state, running)
+        append_sampled(state, running)
         return state
 
     def next_save(self, num_running: int, read: Callable[[int], Tokens], num_deliveries: int) -> tuple[bytes, int]:
@@ -380,9 +376,3 @@ def num_failed_deliveries(num_deliveries: int, unfinished: Iterable[InFlightRoll
 
 def _new_state(started_unix_s: float) -> RolloutState:
     return RolloutState(schema=SCHEMA, started_unix_s=started_unix_s, num_turns=1)
-
-
-def _append(state: RolloutState, sampled: Tokens) -> None:
-    for name in SAMPLED:
-        getattr(state, name).extend(getattr(sampled, name))
-    state.mask += b"\x01" * len(sampled.token_ids)
