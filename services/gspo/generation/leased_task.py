@@ -114,13 +114,10 @@ class Saver:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
-            await self._save(self._leased, paused=False)
+            await self.save(self._leased, paused=False)
 
-    async def save_paused(self, leased: Iterable[LeasedTask]) -> None:
-        """Save every rollout of tasks that this generator gives up to any generator."""
-        await self._save(leased, paused=True)
-
-    async def _save(self, tasks: Iterable[LeasedTask], *, paused: bool) -> None:
+    async def save(self, tasks: Iterable[LeasedTask], *, paused: bool) -> None:
+        """Save the rollouts that have grown enough; all of them where this generator leaves the tasks to others."""
         states: dict[Inbox, list[EntryState]] = defaultdict(list)
         reported: list[tuple[InFlightRollout, int]] = []
         for leased in tasks:

@@ -225,7 +225,7 @@ class GenerationLoop:
     async def _cut_off(self) -> None:
         """The drain has taken too long: the leased tasks go on elsewhere at once."""
         self._cuts_off = True
-        await self._saver.save_paused(self._leased)
+        await self._saver.save(self._leased, paused=True)
 
     def _release(self, leased: LeasedTask, num: int) -> None:
         """Free the places of rollouts that have ended, or will not run."""
@@ -246,7 +246,7 @@ class GenerationLoop:
             await inbox.finish(delivery)
             return
         metrics.ROLLOUTS_PAUSED.inc(len(leased.in_flight))
-        await self._saver.save_paused([leased])
+        await self._saver.save([leased], paused=True)
         await inbox.requeue(delivery, stream=self._paused.inbox.stream, group=leased.task.group)
 
 

@@ -40,10 +40,6 @@ class Said:
     tries: tuple[str, ...] = ()
 
 
-def _always(_config: Config) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Rule:
     """One rule.
@@ -64,7 +60,7 @@ class Rule:
     steps: int
     holds: Callable[[Steps, Config], bool]
     says: Callable[[Steps, Config], Said]
-    applies: Callable[[Config], bool] = _always
+    applies: Callable[[Config], bool] = lambda _config: True
     is_measured: bool = False
     rollouts: str = "/rollouts?step={step}"
 

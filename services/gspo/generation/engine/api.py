@@ -31,7 +31,6 @@ class EngineSampling:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
-    min_tokens: int = 0
     ignore_eos: bool = False
     seed: int | None = None
     keep_sets: bool = False

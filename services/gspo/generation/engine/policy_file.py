@@ -5,8 +5,6 @@ the generator that took it. A generator locks a slot for itself to fill it, and 
 releases the locks of a process that ends, so a killed generator keeps no slot. `staging.py` chooses the slots.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os
@@ -15,11 +13,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 log = structlog.get_logger()
 
@@ -97,11 +93,12 @@ class PolicyFile:
         """A slot's elements."""
         return mmap.mmap(self._file, self._policy_bytes, offset=self.offset(slot))
 
-    def map_note(self, slot: int) -> NDArray[Any]:
-        """A description of the slot's policy: an array of one record. Only who has seized the slot writes to it."""
+    def map_note(self, slot: int) -> np.void:
+        """A description of the slot's policy, by field. Only who has seized the slot writes to it."""
         size = self._slot_bytes - self._policy_bytes
         memory = mmap.mmap(self._file, size, offset=self.offset(slot) + self._policy_bytes)
-        return np.frombuffer(memory, self._note, 1)
+        note: np.void = np.frombuffer(memory, self._note, 1)[0]
+        return note
 
     def share(self, slot: int) -> bool:
         """Lock a slot for reading; whether no other generator fills it. It also ends this process' own filling."""

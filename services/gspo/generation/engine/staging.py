@@ -90,7 +90,7 @@ class PolicyCopy:
 
     def __init__(self, file: PolicyFile, slot: int, places: Mapping[str, TensorPlace]) -> None:
         self.slot, self._file, self._places = slot, file, places
-        self._map, self._note = file.map_policy(slot), file.map_note(slot)[0]
+        self._map, self._note = file.map_policy(slot), file.map_note(slot)
         is_there = self._note["present"].astype(bool)
         lanes = self._note["fingerprints"].tolist()
         self.fingerprints = {
@@ -336,7 +336,7 @@ class PolicyCopies:
 
     def _located(self, is_it: Callable[[Any], bool]) -> tuple[PolicyPlace, PolicyCopy | None]:
         """Where a policy with such a note is; one that is here is locked for reading."""
-        slots = [slot for slot in self._others() if is_it(self._file.map_note(slot)[0])]
+        slots = [slot for slot in self._others() if is_it(self._file.map_note(slot))]
         for slot in slots:
             if copy := self._shared(slot):
                 return PolicyPlace.HERE, copy
@@ -362,7 +362,7 @@ class PolicyCopies:
         if self._file.share(slot):
             self._file.release(slot)
             return False
-        note = self._file.map_note(slot)[0]
+        note = self._file.map_note(slot)
         return bool(note["state"] == WHOLE or time.monotonic() - note["progress_s"] < _STILL_S)
 
     def _others(self) -> list[int]:
@@ -392,7 +392,7 @@ class PolicyCopies:
 
     def _filled_at(self, slot: int) -> tuple[bool, float]:
         """Whole policies after others, and by time: a run that is resumed may count its versions again."""
-        note = self._file.map_note(slot)[0]
+        note = self._file.map_note(slot)
         return bool(note["state"] == WHOLE), float(note["progress_s"])
 
     def _run(self, name: str, offset: int, num_elements: int) -> NDArray[np.unsignedinteger[Any]]:
