@@ -21,7 +21,7 @@ from gspo.common.service.app import App, Service, run_app
 from gspo.common.streams.events import Events
 from gspo.common.telemetry import metrics
 from gspo.learner.loop import Learner
-from gspo.learner.push.copy_memory import CopyMemory
+from gspo.learner.push.copy_memory import copies_beside_training
 from gspo.learner.push.shifts import LearnerShifts, ShiftStoppedError
 from gspo.learner.recovery import compare_with_files, recover
 from gspo.learner.run_end import RunEndCondition
@@ -97,8 +97,7 @@ class _Startup:
         try:
             model = model_folder(config.model)
             files = read_model_files(model, allow_pickle=config.model.allow_pickle)
-            memory = CopyMemory(config, files, service.options.host)
-            keeps_copies, keeps_states = memory.holds_next_version(), memory.holds_checkpoint()
+            beside = copies_beside_training(config, files, service.options.host)
             shifts = LearnerShifts(service, run_dir.epoch, executor)
             try:
                 await shifts.begin("loading the model")
@@ -110,16 +109,7 @@ class _Startup:
             shifts.trainer = recovered.trainer
             notices = recovered.notices + compare_with_files(model, files, recovered.weights)
             recovered = replace(recovered, notices=notices)
-            learner = Learner(
-                service,
-                run_dir,
-                recovered,
-                executor,
-                self._disk,
-                shifts,
-                keeps_copies=keeps_copies,
-                keeps_states=keeps_states,
-            )
+            learner = Learner(service, run_dir, recovered, executor, self._disk, shifts, beside)
             # With it goes the last reference to the first policy, once there is a newer one.
             del recovered
             position = await Events(service.redis, service.keys, service.options.name).newest()

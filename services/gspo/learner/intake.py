@@ -155,9 +155,8 @@ class Intake:
         """Have `next_batch` look again at once: an event came, or a request."""
         self._woken.set()
 
-    async def acknowledge_trained(self, rows: Iterable[Row]) -> None:
+    async def acknowledge_trained(self, rows: Sequence[Row]) -> None:
         """Acknowledge every entry of a logged step."""
-        rows = list(rows)
         trained = {row_key(row): trained_tokens(row) for row in rows}
         await self._acknowledge({row.group for row in rows}, lambda pending: trained[pending.key])
 

@@ -29,6 +29,7 @@ from gspo.learner.assembly.rows import TokenRecord
 from gspo.learner.checkpointing import CheckpointWriter
 from gspo.learner.evaluation_gate import EvaluationGate
 from gspo.learner.intake import Intake
+from gspo.learner.push.copy_memory import CopiesBeside
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.publisher import Publisher
 from gspo.learner.push.shifts import LearnerShifts, ShiftStoppedError
@@ -74,8 +75,7 @@ class Learner:
         executor: The one thread in which the trainer was started.
         disk: Waits for free disk space for checkpoints and exported models.
         shifts: The learner's on shared GPUs, in the first of which the trainer was started.
-        keeps_copies: Whether the memory holds a version that is made while the next step trains.
-        keeps_states: Whether it also holds the states of a checkpoint that is written meanwhile.
+        beside: Whether a version is made, and a checkpoint is written, while the next step trains.
     """
 
     def __init__(
@@ -86,9 +86,7 @@ class Learner:
         executor: ThreadPoolExecutor,
         disk: DiskSpace,
         shifts: LearnerShifts,
-        *,
-        keeps_copies: bool,
-        keeps_states: bool,
+        beside: CopiesBeside,
     ) -> None:
         self._service, self._run_dir, self._notices = service, run_dir, recovered.notices
         self._events = Events(service.redis, service.keys, service.options.name, epoch=run_dir.epoch)
@@ -97,10 +95,12 @@ class Learner:
         self._gate = EvaluationGate(service.config, run_dir, service.activity)
         self._trained_s = run_dir.trained_s
         # Without a lag no step begins before the version is served.
-        self._overlaps = keeps_copies and service.config.staleness.max_lag > 0
+        self._overlaps = beside.version and service.config.staleness.max_lag > 0
         self._shifts, self._disk = shifts, disk
         shifts.is_stopped = lambda: self._end.is_stopped
-        self.trainer = TrainerThread(recovered.trainer, shifts, executor, disk, run_dir.path, keeps_copies=keeps_copies)
+        self.trainer = TrainerThread(
+            recovered.trainer, shifts, executor, disk, run_dir.path, keeps_copies=beside.version
+        )
         self.publisher = Publisher(service, run_dir.epoch, self._announce_live, shifts, run_dir.append_pushes)
         self._report = StepReport(
             service.config, run_dir, self._events, self.trainer.gpus, lambda: self.publisher.generator_gpus
@@ -113,7 +113,7 @@ class Learner:
             recovered.assembler.moments,
             self._events,
             self._clock,
-            is_overlapped=keeps_states,
+            is_overlapped=beside.checkpoint,
             on_end=self.intake.wake,
         )
         self.tokens = TokenAccount(service, run_dir)

@@ -4,6 +4,7 @@ app.py asks before the model is loaded, so without torch. Without that memory tr
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import structlog
 
@@ -18,43 +19,41 @@ from gspo.learner.ranks.launcher import num_ranks, num_ranks_here
 log = structlog.get_logger()
 
 
-class CopyMemory:
-    """The host memory of the first rank's machine, as the learner finds it at its start.
+class CopiesBeside(NamedTuple):
+    """Whether the free memory takes a version that is made beside training, and a checkpoint's copies too."""
 
-    Activations on a CPU are not counted: they depend on the model's code.
+    version: bool
+    checkpoint: bool
+
+
+def copies_beside_training(config: Config, files: ModelFiles, host: str) -> CopiesBeside:
+    """The copies for which the first rank's machine has memory at the learner's start; logs a warning without it.
+
+    Activations on a CPU are not counted: they depend on the model's code. On shared GPUs a checkpoint is written within
+    the learner's shift: afterwards the states take that memory.
 
     Args:
         host: The address that the learner listens on.
     """
+    ranks, ranks_here = num_ranks(config), num_ranks_here(config)
+    size, available = trained_size(config, files), free_memory()
+    # On loopback, generators reach the ranks of this machine alone, which then own all layers.
+    owners = ranks_here if is_loopback(host) else ranks
+    parts = {
+        "training": learner_host_bytes(config, size, ranks, ranks_here, on_gpu=bool(visible_gpus())),
+        "policies": published_bytes(config, files.num_parameters, owners, ranks_here),
+    }
+    version = _fit(parts, available, "no_memory_for_next_version", "training waits while a version is made")
+    if config.placement == "shared":
+        return CopiesBeside(version, checkpoint=False)
+    parts["checkpoint"] = checkpoint_bytes(config, size, ranks, ranks_here)
+    waits = "training waits while a checkpoint is written"
+    return CopiesBeside(version, _fit(parts, available, "no_memory_for_checkpoint", waits))
 
-    def __init__(self, config: Config, files: ModelFiles, host: str) -> None:
-        ranks, ranks_here = num_ranks(config), num_ranks_here(config)
-        size = trained_size(config, files)
-        self._training = learner_host_bytes(config, size, ranks, ranks_here, on_gpu=bool(visible_gpus()))
-        # On loopback, generators reach the ranks of this machine alone, which then own all layers.
-        owners = ranks_here if is_loopback(host) else ranks
-        self._policies = published_bytes(config, files.num_parameters, owners, ranks_here)
-        self._checkpoint = checkpoint_bytes(config, size, ranks, ranks_here)
-        self._is_shared, self._available = config.placement == "shared", free_memory()
 
-    def holds_next_version(self) -> bool:
-        """Whether training and every policy that is kept for pushes fit into the free memory; logs a warning if not."""
-        parts = {"training": self._training, "policies": self._policies}
-        return self._holds(parts, "no_memory_for_next_version", "training waits while a version is made")
-
-    def holds_checkpoint(self) -> bool:
-        """Whether the copies for a checkpoint fit beside these; logs a warning if not.
-
-        On shared GPUs a checkpoint is written within the learner's shift: afterwards the states take that memory.
-        """
-        if self._is_shared:
-            return False
-        parts = {"training": self._training, "policies": self._policies, "checkpoint": self._checkpoint}
-        return self._holds(parts, "no_memory_for_checkpoint", "training waits while a checkpoint is written")
-
-    def _holds(self, parts: Mapping[str, float], event: str, effect: str) -> bool:
-        if sum(parts.values()) <= self._available:
-            return True
-        sizes = {f"{name}_gib": round(size / GIB, 2) for name, size in parts.items()}
-        log.warning(event, **sizes, free_gib=round(self._available / GIB, 2), effect=effect)
-        return False
+def _fit(parts: Mapping[str, float], available: float, event: str, effect: str) -> bool:
+    if sum(parts.values()) <= available:
+        return True
+    sizes = {f"{name}_gib": round(size / GIB, 2) for name, size in parts.items()}
+    log.warning(event, **sizes, free_gib=round(available / GIB, 2), effect=effect)
+    return False

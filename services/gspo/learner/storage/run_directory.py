@@ -251,7 +251,7 @@ class RunDir:
     def append_evaluation(self, done: EvaluationDone) -> None:
         """Record an evaluation under its label, unless one of as many prompts is recorded."""
         label, figures, score = done.evaluation, done.figures, done.score if done.HasField("score") else None
-        if label in self.evaluations and _num_prompts(figures) <= self.evaluations[label]:
+        if label in self.evaluations and figures.get("num_prompts", 0.0) <= self.evaluations[label]:
             return
         record = {"label": label, "version": done.version, "step": done.step, "unix_s": time.time()}
         record |= {"file": done.file, "score": score, "figures": finite_or_null(figures)}
@@ -325,7 +325,7 @@ class RunDir:
         return settlements, results
 
     def _note_evaluation(self, label: str, record: EvaluationRecord) -> None:
-        self.evaluations[label] = _num_prompts(record.figures)
+        self.evaluations[label] = record.figures.get("num_prompts", 0.0)
         self._scores.append((record.version, record.file, record.score))
 
 
@@ -376,7 +376,3 @@ def _remove_unfinished(*folders: Path) -> None:
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
-
-
-def _num_prompts(figures: Mapping[str, float]) -> float:
-    return figures.get("num_prompts", 0.0)

@@ -6,12 +6,13 @@ them under these weights: the remaining difference is noise.
 """
 
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.learner.model.batch import MicroBatch, PassObserver, StepBatch
+from gspo.learner.objective.figures import compared_stats
 from gspo.learner.training.passes import RankPasses
 from gspo.learner.training.policy_engine import PolicyEngine
 from gspo_core.staleness import drop_old_tokens
@@ -37,12 +38,11 @@ class MismatchProbe(PassObserver):
     Args:
         engine: Has the weights.
         passes: Score rollouts.
-        compare: As objective.figures.compared_stats, of a run's algorithm.
         every: Steps between two measurements; 0 for none.
     """
 
-    def __init__(self, engine: PolicyEngine, passes: RankPasses, compare: Callable[..., Stats], every: int) -> None:
-        self._engine, self._passes, self._compare, self._every = engine, passes, compare, every
+    def __init__(self, engine: PolicyEngine, passes: RankPasses, algorithm: AlgorithmConfig, every: int) -> None:
+        self._engine, self._passes, self._algorithm, self._every = engine, passes, algorithm, every
         self._version: int | None = None
         self._kept: list[Tensor] = []
         self._due_step = 0
@@ -73,7 +73,7 @@ class MismatchProbe(PassObserver):
         take, batch = micro.take, self._batch
         branch_RT = None if batch.branch_BT is None else take(batch.branch_BT)
         masks = micro.take_mask(self._newest_BT), micro.take_mask(batch.mask_BT)
-        return self._compare(logp_RT.detach(), take(batch.behavior_BT), *masks, branch_RT)
+        return compared_stats(self._algorithm, logp_RT.detach(), take(batch.behavior_BT), *masks, branch_RT)
 
     def end_update(self, problem: str) -> None:
         """An applied update makes other weights."""
@@ -88,7 +88,8 @@ class MismatchProbe(PassObserver):
     def _of_step(self, logp_BT: Tensor, mask_BT: Tensor) -> Stats:
         """The mismatch of the tokens in a mask, at log-probs that every rank has: counted by rank zero alone."""
         batch = self._batch
-        stats = self._compare(logp_BT, batch.behavior_BT, mask_BT, batch.mask_BT, batch.branch_BT)
+        compared = logp_BT, batch.behavior_BT, mask_BT, batch.mask_BT, batch.branch_BT
+        stats = compared_stats(self._algorithm, *compared)
         return {key: value if self._engine.rank == 0 else torch.zeros_like(value) for key, value in stats.items()}
 
     def _measure(self, step: int, batch: StepBatch) -> Stats:

@@ -190,8 +190,9 @@ class PolicyEngine:
         return write
 
     def _copied_files(self) -> Iterator[StatesFile]:
-        # Under LoRA the frozen weights are in the model folder.
-        return copy_shares(self.rank, self._shares() if self._writes_shares else (), self._optimizer_state)
+        # Under LoRA the frozen weights are in the model folder. Without ZeRO all ranks have the same.
+        writes = self.rank == 0 or self._config.learner.zero_stage > 0
+        return copy_shares(self.rank, self._shares() if writes else (), self._optimizer_state)
 
     def _write_caller(self, folder: Path, state: Mapping[str, Any]) -> None:
         if self.rank == 0:
@@ -316,11 +317,6 @@ class PolicyEngine:
         """torch's AdamW's: tensor -> moments and step."""
         optimizer = self.deepspeed.optimizer
         return (optimizer.optimizer if self._config.learner.zero_stage else optimizer).state
-
-    @property
-    def _writes_shares(self) -> bool:
-        """Without ZeRO all ranks have the same."""
-        return self.rank == 0 or self._config.learner.zero_stage > 0
 
     def _trained(self) -> Iterator[tuple[str, Any]]:
         return ((name, it) for name, it in self.model.named_parameters() if it.requires_grad)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +21,7 @@ from gspo.learner.assembly.rows import Row
 from gspo.learner.model.batch import MicroBatch, StepBatch
 from gspo.learner.model.flop_counts import count_flops, step_flops
 from gspo.learner.model.routing_replay import RoutingReplay
-from gspo.learner.objective.figures import AT_END, AT_START, at_weights, compared_stats
+from gspo.learner.objective.figures import AT_END, AT_START, at_weights
 from gspo.learner.objective.objective import OLD, Objective, StepTargets
 from gspo.learner.ranks.process_group import sum_stats
 from gspo.learner.shares.share_server import ShareServer
@@ -71,8 +70,7 @@ class Trainer:
         self._replay = RoutingReplay(self.engine.routers, self.engine.sequence_ranks, self.engine.device)
         self._flops = count_flops(self.engine.model.causal_lm)
         self._scorers = scorers_of(config, self.engine, self._flops, self._replay.recording)
-        compare = partial(compared_stats, config.algorithm)
-        self._probe = MismatchProbe(self.engine, self._passes, compare, config.learner.mismatch_every)
+        self._probe = MismatchProbe(self.engine, self._passes, config.algorithm, config.learner.mismatch_every)
         self._recorder = TokenRecorder(is_on=config.learner.token_records)
         self._observers = self._replay, self._probe, self._recorder
         self._num_not_applied_in_a_row = 0
