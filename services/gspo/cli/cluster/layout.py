@@ -5,8 +5,6 @@ GPU, or a whole node where no node has GPUs; there, generators take the nodes wi
 `placement: shared` generators take the GPUs of the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

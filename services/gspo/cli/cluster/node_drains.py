@@ -4,8 +4,6 @@ A generator, reward replica, gateway or service of agents hands over its work, a
 checkpoint and is killed, since its SIGTERM would end the run. All start again in new bundles.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from collections.abc import Callable, Mapping, Sequence

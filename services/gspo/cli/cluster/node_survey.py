@@ -3,8 +3,6 @@
 `look` runs on the nodes. Ray sends its code with it, so that a node without gspo answers too; it imports all it needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The supervisor counts the deaths. A guard on the node ends all processes of a dead actor (processes/guard.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Calls of Ray in threads that no end of this process waits for: most of them wait for the head of the cluster."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A program of the run whose process is on a node of a Ray cluster, or has a part on each of several nodes."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

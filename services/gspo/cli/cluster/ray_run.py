@@ -4,8 +4,6 @@ Redis and coordinator run here, under the same supervisor as on one machine. Eve
 which end with this process.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Ray gives a bundle on another node if its node is lost. An actor that has died is made again in the same bundle.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Mapping, Sequence

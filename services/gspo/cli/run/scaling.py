@@ -4,8 +4,6 @@
 SIGTERM: it finishes what it has, or leaves it to the others when its time is over.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """`gspo run`: check everything, run until the end or Ctrl-C, report."""
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 import time

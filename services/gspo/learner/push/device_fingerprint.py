@@ -3,8 +3,6 @@
 In torch for any device. For CUDA `fingerprint_kernel.py` reads each byte once.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

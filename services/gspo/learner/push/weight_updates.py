@@ -4,8 +4,6 @@ The changes of each version are packed once for all generators. A generator that
 the last versions one by one. Packed changes are small, and need none of the policies that they were made from.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
