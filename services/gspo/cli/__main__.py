@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -49,11 +50,15 @@ def _refusal(error: OSError, words: Sequence[str]) -> InputError:
     if isinstance(error, shutil.Error):  # of a folder: (source, target, why) of each file
         _, path, why = error.args[0][0]
         return InputError(path, f"cannot be written ({why})", "Give another path, or check this one")
-    path = Path(str(error.filename)) if isinstance(error.filename, str | Path) else None
-    named = [Path(word.partition("=")[2] or word) for word in words]
-    if path is None or not any(path == other or other in path.parents or path in other.parents for other in named):
+    if not isinstance(error.filename, str | Path):
         raise error
-    return InputError(str(path), f"cannot be used ({error.strerror})", "Give another path, or check this one")
+    # A command may have followed links, or made a relative path absolute.
+    path, *named = (
+        Path(os.path.realpath(name)) for name in (error.filename, *(word.partition("=")[2] or word for word in words))
+    )
+    if not any(path == other or other in path.parents or path in other.parents for other in named):
+        raise error
+    return InputError(str(error.filename), f"cannot be used ({error.strerror})", "Give another path, or check this one")
 
 
 if __name__ == "__main__":

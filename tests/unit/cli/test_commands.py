@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from rich.console import Console
 
 from gspo.cli import findings
-from gspo.cli.__main__ import main
+from gspo.cli.__main__ import _refusal, main
 from gspo.cli.commands import app
 from gspo.cli.doctor import _memory_gib, merge_findings
 from gspo.cli.findings import DoctorFinding
@@ -137,6 +137,18 @@ def test_a_model_that_cannot_be_copied_is_one_line(gspo: Call, tmp_path: Path, m
     code, _, errors = gspo("export", run_dir, tmp_path / "out")
     assert (code, errors.startswith("error: ")) == (2, True)
     assert "model.safetensors: cannot be written ([Errno" in errors
+
+
+def test_a_path_behind_a_link_is_one_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    monkeypatch.chdir(tmp_path)
+    error = PermissionError(13, "Permission denied", f"{tmp_path}/there/log")
+    assert str(_refusal(error, ["status", "link"])).startswith(
+        f"{tmp_path}/there/log: cannot be used (Permission denied)"
+    )
+    with pytest.raises(PermissionError):
+        _refusal(error, ["status", "other"])
 
 
 def test_an_init_over_a_file_names_it(gspo: Call, tmp_path: Path) -> None:

@@ -189,8 +189,32 @@ def test_a_changed_environment_is_said_on_resume(tmp_path: Path, raw_config: dic
     assert json.loads(path.read_text()) == facts
 
 
+def test_the_models_of_a_run_without_log_and_checkpoints_are_not_removed(
+    tmp_path: Path, raw_config: dict[str, Any]
+) -> None:
+    file = write(tmp_path / "config.yaml", raw_config)
+    run_dir = started(file, trained=False).run_dir
+    (run_dir / "summary.json").write_text('{"end": "completed", "steps": 150}')
+    for target, resume in ((file, False), (file, True), (run_dir, True)):
+        with pytest.raises(
+            InputError, match=f"^{run_dir}: trained 150 steps by its summary.json, .*move the directory"
+        ):
+            decide_start(target, resume=resume)
+    (run_dir / "summary.json").write_text('{"end": "failed", "steps": []}')
+    assert decide_start(file, resume=False).clear
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"\xff", b"\0\0"])
+def test_a_damaged_record_of_a_supervisor_is_none(tmp_path: Path, content: bytes) -> None:
+    with lock_run_dir(tmp_path):
+        pass
+    (tmp_path / "services" / "supervisor.json").write_bytes(content)
+    assert supervisor_facts(tmp_path) == {} and not is_run_dir_locked(tmp_path)
+
+
 def test_one_command_line_holds_a_run_directory(tmp_path: Path) -> None:
     assert not is_run_dir_locked(tmp_path)
+    assert not list(tmp_path.iterdir())  # asking writes nothing: it may be another user's, on a disk for reading
     with lock_run_dir(tmp_path):
         write_supervisor_facts(tmp_path, "redis://127.0.0.1:1/0")
         assert is_run_dir_locked(tmp_path)

@@ -141,7 +141,7 @@ def _decide_start(target: Path, *, resume: bool) -> RunStart:
                 "is a run directory, not a configuration file",
                 f"Continue it: gspo run --resume {shlex.quote(str(target))}",
             )
-        config, goes_on = read_config(target / CONFIG_NAME), RunLog(target).has_trained()
+        config, goes_on = read_config(target / CONFIG_NAME), _goes_on(target)
         check_ranks(config)
         return RunStart(config, target.resolve(), resume=goes_on, clear=not goes_on, finished=_completion(target))
     user = read_user_config(target)
@@ -152,7 +152,7 @@ def _decide_start(target: Path, *, resume: bool) -> RunStart:
             "has no run to resume",
             f"Leave --resume out to start one: gspo run {shlex.quote(str(target))}",
         )
-    if not is_run_dir(run_dir) or not RunLog(run_dir).has_trained():
+    if not is_run_dir(run_dir) or not _goes_on(run_dir):
         return new_start(user)
     old = read_config(run_dir / CONFIG_NAME)
     config = user.for_run(old)
@@ -164,6 +164,20 @@ def _decide_start(target: Path, *, resume: bool) -> RunStart:
     )
     goes_on = any(key.name in _ENDS for key, _, _ in changed_keys(old, config))
     return RunStart(config, run_dir, resume=True, changes=changes, finished="" if goes_on else _completion(run_dir))
+
+
+def _goes_on(run_dir: Path) -> bool:
+    """Whether a run has trained. A start of one that has not removes its files.
+
+    Raises:
+        InputError: It has, and neither a step's rollouts nor a checkpoint are left.
+    """
+    goes_on, steps = RunLog(run_dir).has_trained(), RecordedEnd.read(run_dir).steps
+    if steps and not goes_on:
+        rule = f"trained {steps} steps by its {SUMMARY_NAME}, and has no step in {LOG_FOLDER}/ and no checkpoint"
+        fix = "Set another `name`, or move the directory: a start would remove its models"
+        raise InputError(str(run_dir), rule, fix)
+    return goes_on
 
 
 def new_start(user: UserConfig) -> RunStart:
@@ -248,7 +262,7 @@ class RecordedEnd:
         try:
             summary = json.loads((run_dir / SUMMARY_NAME).read_text())
             return cls(summary.get("end"), summary.get("end_reason") or "", int(summary.get("steps") or 0))
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, TypeError, AttributeError):
             return cls()
 
 
@@ -359,12 +373,15 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
 
 def is_run_dir_locked(run_dir: Path) -> bool:
-    """Whether a running process has locked the run directory."""
+    """Whether a running process has locked the run directory, which may be another user's: nothing is written."""
     try:
-        with lock_run_dir(run_dir):
-            return False
-    except InputError:
+        with (run_dir / SERVICES_DIR / _SUPERVISOR_NAME).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
+    except OSError:  # no start was here
+        pass
+    return False
 
 
 def write_supervisor_facts(run_dir: Path, redis_url: str, **counts: int) -> None:
@@ -378,9 +395,9 @@ def write_supervisor_facts(run_dir: Path, redis_url: str, **counts: int) -> None
 
 
 def supervisor_facts(run_dir: Path) -> dict[str, Any]:
-    """`pid`, `redis_url` and `counts` of the newest supervisor; empty if none has started."""
+    """`pid`, `redis_url` and `counts` of the newest supervisor; empty if none has started, or the file is damaged."""
     try:
         facts = json.loads((run_dir / SERVICES_DIR / _SUPERVISOR_NAME).read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return {}
-    return dict(facts)
+    return facts if isinstance(facts, dict) else {}
