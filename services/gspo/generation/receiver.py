@@ -10,7 +10,7 @@ shared GPUs the learner also puts the engine to sleep here, between two pushes, 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, TypeVar
@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import grpc
 import structlog
 
+from gspo.common.config.schema import TlsConfig
+from gspo.common.network.grpc_server import open_channel, token_metadata
 from gspo.common.service.app import Service
 from gspo.common.streams.gpu_shift import GpuShift
 from gspo.common.telemetry import metrics
@@ -25,8 +27,9 @@ from gspo.common.weights.changes import Packed
 from gspo.common.weights.time_limit import TimeLimit
 from gspo.generation.engine.api import EngineBrokenError, EngineLike
 from gspo.generation.engine.staging import LOOK_S, PolicyCopies, PolicyPlace, StagingError
-from gspo.generation.share_pull import pulled_frames
 from gspo_proto.generation_pb2 import PushHeader, PushResult, SleepRequest, TensorFrame, WeightFrame
+from gspo_proto.learner_pb2 import PullRequest
+from gspo_proto.learner_pb2_grpc import SharesStub
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -54,6 +57,16 @@ class Fence:
         return header.epoch > self.epoch or (header.epoch, header.learner) == (self.epoch, self.learner)
 
 
+async def pulled_frames(address: str, header: PushHeader, tls: TlsConfig, token: str) -> AsyncGenerator[WeightFrame]:
+    """The frames of the tensors that another rank of the learner owns, without a limit of time."""
+    request = PullRequest(version=header.version)
+    if header.HasField("base_version"):
+        request.base_version = header.base_version
+    async with open_channel(address, tls) as channel:
+        async for frame in SharesStub(channel).Pull(request, metadata=token_metadata(token)):
+            yield frame
+
+
 class Receiver:
     """Takes one push after another.
 
@@ -64,7 +77,7 @@ class Receiver:
         digest: The digest of the weights that serve.
         fence: The accepted learner.
         num_frames: Frames of weights that came, of all pushes.
-        pull: Pulls the frames of another rank: share_pull.pulled_frames.
+        pull: Pulls the frames of another rank: pulled_frames.
         broken: Resolves with the reason once the engine cannot serve any more.
     """
 

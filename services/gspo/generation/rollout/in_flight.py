@@ -310,9 +310,7 @@ class InFlightRollout:
 
     def _without_tokens(self, num_deliveries: int) -> bytes:
         """All of a snapshot but its tokens."""
-        state = RolloutState()
-        state.CopyFrom(self.state)
-        state.delivery = num_deliveries
+        state = self.snapshot(Tokens([], [], []), num_deliveries)
         state.ClearField("mask")
         for name in SAMPLED:
             state.ClearField(name)
