@@ -23,7 +23,7 @@ from gspo.common.host.machine import (
     warn_of_float32,
     warn_of_idle_gpus,
 )
-from gspo.common.model.files import max_positions, model_folder, read_model_config
+from gspo.common.model.files import check_positions, model_folder, read_model_config
 from gspo.common.model.tokenizer_trial import check_tokenizer_files
 from gspo.environments.mcp.tool_listing import with_listed_tools
 from gspo.generation.engine.arguments import check_engine_args
@@ -63,7 +63,7 @@ def check(config: Config) -> None:
             "Raise it, or lower algorithm.num_return_sequences_in_group",
         )
     _check_places(config)
-    _check_length(config)
+    check_positions(config, model_folder(config.model))
     _check_gpus(config)
     _check_memory(config)
     _check_code(model_folder(config.model))
@@ -124,17 +124,6 @@ def _check_gpus(config: Config) -> None:
         f"{product} needs {num_needed} GPUs, and {len(gpus) or 'none'} can be used",
         fix if gpus else "Leave it out: on a CPU an engine is one process; generation.replicas starts several engines",
     )
-
-
-def _check_length(config: Config) -> None:
-    longest = config.algorithm.longest_branch
-    known = max_positions(model_folder(config.model))
-    if known is not None and longest > known:
-        raise InputError(
-            "algorithm.response_length",
-            f"prompt_length + response_length is {longest}, and the model has {known} positions",
-            "Lower prompt_length or response_length",
-        )
 
 
 def _check_chat_template(config: Config, source: Source) -> None:

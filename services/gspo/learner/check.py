@@ -28,6 +28,7 @@ from gspo.common.model.files import (
     FUSED,
     ModelFiles,
     causal_model_types,
+    check_positions,
     is_stacked,
     model_folder,
     read_model_files,
@@ -94,7 +95,8 @@ def check_training(config: Config) -> None:
 def _check_model(config: Config, folder: Path, files: ModelFiles) -> None:
     _check_kind(config, files.config)
     _check_shared_lines(config.learner, files.config)
-    _check_lengths(config, files.config)
+    _check_lengths(config)
+    check_positions(config, folder)
     _check_vocabulary(folder, files)
     _check_shapes(folder, files)
 
@@ -127,7 +129,7 @@ def _check_teacher(config: Config, policy: Path, files: ModelFiles) -> None:
         )
 
 
-def _check_lengths(config: Config, model: Mapping[str, Any]) -> None:
+def _check_lengths(config: Config) -> None:
     longest, whole = config.algorithm.longest_branch, config.algorithm.longest_rollout
     if config.micro_batch_tokens < whole:
         keys = "prompt_length + response_length" if whole == longest else "rollout_length"
@@ -135,14 +137,6 @@ def _check_lengths(config: Config, model: Mapping[str, Any]) -> None:
             "learner.micro_batch_tokens",
             f"{config.micro_batch_tokens} is less than the longest rollout, {keys} = {whole} tokens",
             f"Set it to at least {whole}, or lower algorithm.{keys.replace(' +', ' or')}",
-        )
-    context = _text_config(model).get("max_position_embeddings")
-    if isinstance(context, int) and longest > context:
-        raise InputError(
-            "algorithm.response_length",
-            f"prompt_length + response_length = {longest} tokens, and the model ({config.model.path}) reads at most "
-            f"{context}",
-            "Lower algorithm.prompt_length or response_length",
         )
 
 

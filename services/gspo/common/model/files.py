@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gspo.common.config.schema import ModelConfig
+from gspo.common.config.schema import Config, ModelConfig
 from gspo.common.errors import InputError
 from gspo.common.plain_json import read_json_file
 
@@ -89,6 +89,17 @@ def max_positions(folder: Path) -> int | None:
     if not positions and isinstance(inner, dict):
         positions = inner.get("max_position_embeddings")
     return positions if isinstance(positions, int) else None
+
+
+def check_positions(config: Config, folder: Path) -> None:
+    """Refuse rollouts that are longer than the model of a folder reads."""
+    longest, known = config.algorithm.longest_branch, max_positions(folder)
+    if known is not None and longest > known:
+        raise InputError(
+            "algorithm.response_length",
+            f"prompt_length + response_length = {longest} tokens, and the model ({folder}) reads at most {known}",
+            "Lower algorithm.prompt_length or response_length",
+        )
 
 
 def _from_hub(model: ModelConfig) -> Path:
