@@ -138,7 +138,7 @@ class LearnerResults:
     async def read(self, first: int) -> list[tuple[int, bool | None]]:
         """A page of the results from place `first` of the log on: groups, each with whether its rewards differed.
 
-        None where the learner does not answer within a second. Its answer is then that of a later call, which must
+        Empty where the learner does not answer within a second. Its answer is then that of a later call, which must
         ask for the same place.
         """
         if self._call is None:

@@ -187,9 +187,7 @@ async def _stop_on_request(job: Job, view: View, screen: Screen, interrupts: Int
 
     await interrupts.requested.wait()
     timeout_s = job.config.run.drain_timeout_s
-    coordinator = next(
-        (p.instance for p in view.processes.values() if p.instance and p.instance.service == COORDINATOR), None
-    )
+    coordinator = next((p.instance for p in _coordinators(view) if p.instance), None)
     learner = next((p for p in view.processes.values() if p.service == LEARNER), None)
     if coordinator is None or learner is None or not learner.ready:
         say("stopping: this session has trained nothing yet")

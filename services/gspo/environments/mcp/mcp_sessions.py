@@ -5,12 +5,15 @@ services/gspo/environments/server_environment.py begins the rollout anew then, o
 """
 
 import asyncio
+import json
 from typing import Any
 
+from mcp_types import CallToolResult, ContentBlock, EmbeddedResource, TextContent, TextResourceContents
+
 from gspo.common.config.reward import EnvironmentConfig
+from gspo.common.plain_json import whole_text
 from gspo.common.telemetry import metrics
 from gspo.environments.mcp.mcp_connection import McpConnection, RefusedCall
-from gspo.environments.mcp.tool_results import cut, text_of_result
 from gspo.environments.session_server import ServerTroubleError, ServerTurn
 from gspo.reward.sandbox.launch import ConfinementLevel, LevelName
 from gspo.reward.sandbox.levels import find_agent_level
@@ -118,10 +121,27 @@ class McpSessions:
         if isinstance(result, RefusedCall):
             kind, text = result.kind, f"error: {result.text}"
         else:
-            text = text_of_result(result)
+            text = _text_of_result(result)
             kind, text = ("error", f"error: {text}") if result.is_error else ("", text)
         if len(text) > self._config.max_result_chars:
             kind = kind or "cut"
+            text = f"{text[: self._config.max_result_chars]}... ({len(text)} characters)"
         if kind:
             metrics.TOOL_ERRORS.labels(name, kind).inc()
-        return cut(text, self._config.max_result_chars)
+        return text
+
+
+def _text_of_result(result: CallToolResult) -> str:
+    """The texts of a result, each other content by its kind; the structured content where there is nothing else."""
+    texts = [text for block in result.content if (text := _text_of(block))]
+    if not texts and result.structured_content is not None:
+        texts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    return str(whole_text("\n".join(texts))) or "(no result)"
+
+
+def _text_of(block: ContentBlock) -> str:
+    if isinstance(block, TextContent):
+        return block.text
+    if isinstance(block, EmbeddedResource) and isinstance(block.resource, TextResourceContents):
+        return block.resource.text
+    return f"({block.type}, which cannot be shown)"

@@ -71,6 +71,7 @@ class PolicyEngine:
 
     Attributes:
         deepspeed: The model as DeepSpeed wraps it.
+        sequence_ranks: The ranks that share each line with this one; None where each rank has lines of its own.
         packing: Whether it reads packed lines.
         routers: Those of a mixture whose experts are replayed; else None.
         teacher: The teacher that this process loads; else None.
@@ -92,7 +93,8 @@ class PolicyEngine:
         with return_freed_memory():
             spreading = self._spreading(engine_config(config)) if self._is_spread else None
             self.model = load_policy_model(model_folder, config, spreading).to(self.device)
-            self.sequence_ranks = _share_lines(config)
+            shared = config.learner.sequence_ranks
+            self.sequence_ranks = SequenceRanks(shared, config.learner.rank_timeout_s) if shared > 1 else None
             self.model.ranks = self.sequence_ranks
             with whole_where_used(self.model.causal_lm, self._whole):
                 self.packing = config.learner.packing and can_be_packed(self.model.causal_lm, self.sequence_ranks)
@@ -526,12 +528,6 @@ def _allow_tf32(config: Config, device: torch.device, models: Sequence[torch.nn.
         if _ROTARY in type(module).__name__:
             module.register_forward_pre_hook(lambda *_: torch.set_float32_matmul_precision("highest"))
             module.register_forward_hook(lambda *_: torch.set_float32_matmul_precision("high"), always_call=True)
-
-
-def _share_lines(config: Config) -> SequenceRanks | None:
-    """The ranks that share each line with this one; None where each rank has lines of its own."""
-    learner = config.learner
-    return SequenceRanks(learner.sequence_ranks, learner.rank_timeout_s) if learner.sequence_ranks > 1 else None
 
 
 def _limit_gpu_memory(config: Config, local_rank: int) -> None:

@@ -77,31 +77,24 @@ def read_rewards(reply: Any, count: int) -> list[Any]:
     Raises:
         CallError: They are not `count` numbers.
     """
-    rewards = reply.get("rewards") if isinstance(reply, dict) else reply
-    if not isinstance(rewards, list) or len(rewards) != count:
-        was = f"{len(rewards)} values" if isinstance(rewards, list) else type(rewards).__name__
-        raise CallError("invalid_return", f'returned {was} as "rewards" for {count} answers')
+    rewards: Any = reply.get("rewards") if isinstance(reply, dict) else reply
+    _check_values('"rewards"', rewards, count)
     extras = (reply.get("extra_logs") if isinstance(reply, dict) else None) or {}
     if not isinstance(extras, dict):
         raise CallError("invalid_return", f'returned {type(extras).__name__} as "extra_logs", not an object')
-    logged = {name: _logged_values(name, values, count) for name, values in extras.items()}
+    logged = {name: [it] * count if isinstance(it, int | float) else it for name, it in extras.items()}
+    for name, values in logged.items():
+        _check_values(f'extra_logs["{name[:TEXT_CHARS]}"]', values, count)
     return [
         {"parts": {"score": _plain(reward), **{name: _plain(values[i]) for name, values in logged.items()}}}
         for i, reward in enumerate(rewards)
     ]
 
 
-def _logged_values(name: str, values: Any, count: int) -> list[Any]:
-    """The values of one key of `extra_logs`; one number is that of every answer.
-
-    Raises:
-        CallError: They are neither.
-    """
-    values = [values] * count if isinstance(values, int | float) else values
+def _check_values(name: str, values: Any, count: int) -> None:
     if not isinstance(values, list) or len(values) != count:
         was = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
-        raise CallError("invalid_return", f'returned {was} as extra_logs["{name[:TEXT_CHARS]}"] for {count} answers')
-    return values
+        raise CallError("invalid_return", f"returned {was} as {name} for {count} answers")
 
 
 def _plain(value: Any) -> Any:
