@@ -270,6 +270,7 @@ async def test_the_key_of_the_environment_is_sent(server: EnvironmentServer, mon
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 async def test_ten_thousand_sessions_with_cuts_leave_nothing() -> None:
     """Sessions alone, without an engine: some are cut off in a request, some handed over and never taken."""
     num_sessions, num_together, ttl_s = 10_000, 64, 3.0
