@@ -89,7 +89,7 @@ def _local_model(model: str) -> Path | None:
     Raises:
         InputError: It is a path, and no model is there.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises for a user who has no home
     is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
     if model == TINY or not (is_path or path.exists()):
         return None

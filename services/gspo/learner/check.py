@@ -33,6 +33,7 @@ from gspo.common.model.files import (
     model_folder,
     read_model_files,
     refuse_media_model,
+    refuse_quantized,
 )
 from gspo.common.model.heads import heads_divide, shares_lines
 from gspo.common.model.memory_needs import check_fits, learner_bytes
@@ -80,7 +81,7 @@ def check_training(config: Config) -> None:
     _check_ranks(config)
     folder = model_folder(config.model)
     files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
-    _refuse_quantized(folder, files.config)
+    refuse_quantized(str(folder), files.config)
     _check_model(config, folder, files)
     _check_routing(config, files.config)
     _check_adapters(config.learner, folder, files)
@@ -152,22 +153,6 @@ def _check_kind(config: Config, model: Mapping[str, Any]) -> None:
             "causal language model",
             "Take another model, or a newer transformers; set model.trust_remote_code where it comes with Python code",
         )
-
-
-def _refuse_quantized(folder: Path, model: Mapping[str, Any]) -> None:
-    """Quantized weights have no gradient, and a push would not have their names."""
-    quantized = model.get("quantization_config") or {}
-    if not (method := quantized.get("quant_method")):
-        return
-    fix = "Take the model's unquantized weights"
-    if method == "mxfp4":
-        fix = (
-            "Convert it once: AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config="
-            "Mxfp4Config(dequantize=True), dtype='bfloat16').save_pretrained(OTHER), with the tokenizer"
-        )
-    raise InputError(
-        "model.path", f"{folder} holds quantized weights ({method}, by its quantization_config): they do not train", fix
-    )
 
 
 def _check_shapes(folder: Path, files: ModelFiles) -> None:

@@ -103,7 +103,8 @@ def test_a_profile_is_counted_once(folder: Path, cache: Path, profile: ModelProf
     [
         (None, "has no config.json"),
         ('{"model_type": "nonsense"}', "makes no causal language model of its config.json .*nonsense"),
-        ("{", "makes no causal language model of its config.json"),
+        ('{"model_type": "gpt2", "n_layer": 0, "n_embd": 12, "vocab_size": 9}', "ValueError: it has no layers"),
+        ('{"model_type": "gpt2", "n_embd": "big"}', r"config.json .* Field 'n_embd' expected int, got str"),
         ('{"model_type": "mpt", "n_heads": 3}', r"its config.json \((?!.*File )\w+Error: "),
     ],
 )

@@ -119,6 +119,17 @@ def test_no_path_makes_a_traceback(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_plan_refuses_quantized_weights(gspo: Call, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}')
+    code, _, errors = gspo("plan", tmp_path, "--gpus", 8, "--gpu-memory", 80)
+    assert (code, f"{tmp_path} holds quantized weights (fp8, by its quantization_config)" in errors) == (2, True)
+
+
+def test_the_home_of_nobody_is_no_model(gspo: Call, tmp_path: Path) -> None:
+    code, _, errors = gspo("init", tmp_path / "new", "--model", "~nobody-here/m")
+    assert (code, errors.startswith("error: --model: there is no model at ~nobody-here/m")) == (2, True)
+
+
 def test_a_full_disk_is_one_line(gspo: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
         monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))

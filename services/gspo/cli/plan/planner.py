@@ -23,6 +23,7 @@ from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import visible_gpus
+from gspo.common.model.files import read_model_config, refuse_quantized
 from gspo.common.planning.model_profile import ModelProfile, profile_model
 
 _K = 1024
@@ -37,6 +38,7 @@ def make_plan(request: PlanRequest) -> Planned:
     """
     gpu = find_kind(request.gpu, request.gpu_gb)
     rates = rates_of(gpu, request.results)
+    refuse_quantized(str(request.model), read_model_config(request.model))
     profile = profile_model(request.model, trust_remote_code=request.trust_remote_code)
     if request.teacher is not None:
         profile = replace(profile, teacher=profile_model(request.teacher, trust_remote_code=request.trust_remote_code))

@@ -241,6 +241,26 @@ def refuse_media_model(model: str, facts: Mapping[str, Any]) -> None:
         raise InputError("model.path", rule, "Take a model of text, such as Qwen3")
 
 
+def refuse_quantized(model: str, facts: Mapping[str, Any]) -> None:
+    """Refuse quantized weights: they have no gradient, and a push would not have their names.
+
+    Raises:
+        InputError: Names the method, by the model's config.json.
+    """
+    quantized = facts.get("quantization_config")
+    if not isinstance(quantized, dict) or not (method := quantized.get("quant_method")):
+        return
+    fix = "Take the model's unquantized weights"
+    if method == "mxfp4":
+        fix = (
+            "Convert it once: AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config="
+            "Mxfp4Config(dequantize=True), dtype='bfloat16').save_pretrained(OTHER), with the tokenizer"
+        )
+    raise InputError(
+        "model.path", f"{model} holds quantized weights ({method}, by its quantization_config): they do not train", fix
+    )
+
+
 def _weights(folder: Path, allow_pickle: bool) -> tuple[int, dict[str, tuple[list[int], str]]]:
     """Elements of all tensors, and shape and dtype of each by its name; only the elements for a pickle."""
     if safe := weight_files(folder):

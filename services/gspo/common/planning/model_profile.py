@@ -164,12 +164,17 @@ def _count(folder: Path, trust_remote_code: bool) -> str:
     if done.returncode or not lines:
         reason = " ".join(_error_lines(done.stderr))
         rule = f"transformers makes no causal language model of its config.json ({reason})"
-        raise InputError(str(folder), rule, "Correct the file, or name a model that transformers knows")
+        fix = "Correct the file, or name a model that transformers knows"
+        if "trust_remote_code" in reason:
+            fix = (
+                "If you trust the Python code of this model, allow it: model.trust_remote_code, or --trust-remote-code"
+            )
+        raise InputError(str(folder), rule, fix)
     return lines[-1]
 
 
 def _error_lines(stderr: str) -> list[str]:
-    """The error's own lines: those behind a traceback's indented ones."""
+    """The error's own lines: those behind a traceback's indented ones, or the last ones of an indented error."""
     lines = stderr.strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
-    return lines[max(frames, default=-1) + 1 :][-_LAST_LINES:]
+    return [line.strip() for line in (lines[max(frames, default=-1) + 1 :] or lines)[-_LAST_LINES:]]

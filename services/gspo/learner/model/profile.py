@@ -49,7 +49,8 @@ def profile(folder: Path, *, trust_remote_code: bool = False) -> ModelProfile:
 
 def _counts(causal_lm: PreTrainedModel, saved_bytes: dict[str, tuple[float, float]]) -> ModelProfile:
     text, head = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings().weight
-    layers = _layers(causal_lm)
+    if not (layers := _layers(causal_lm)):
+        raise ValueError("it has no layers")
     heads = text.num_attention_heads
     head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
     # Multi-head latent attention keeps one latent for all heads.

@@ -120,6 +120,33 @@ _CONVENTION_ARGUMENTS = {
 }
 
 
+# Those that no constant can stand for.
+_OF_ANSWERS = {
+    "trl": tuple(_TRL_VALUES),
+    "verl": ("solution_str",),
+    "verl_batch": ("solution_strs",),
+    "openrlhf": ("queries", "prompts"),
+}
+
+
+def check_args(args: Collection[str], signature: Signature, key: str, name: str) -> None:
+    """Refuse keyword arguments of a configuration that a function does not have, or that are of the answers.
+
+    Args:
+        key, name: Of the function, for messages.
+
+    Raises:
+        InputError: Names the argument.
+    """
+    for arg in args:
+        if arg in _OF_ANSWERS.get(signature.convention, ()):
+            rule = f"{name} gets this parameter from the answers that it scores"
+            raise InputError(f"{key}.args.{arg}", rule, "Leave it out, or give the parameter another name")
+        if arg not in signature.takes and not signature.takes_any:
+            rule = f"{name} has no such parameter"
+            raise InputError(f"{key}.args.{arg}", rule, nearest(arg, signature.takes))
+
+
 def supplied(signature: Signature) -> frozenset[str]:
     """The named parameters that a function gets beside columns."""
     return signature.takes & set(_CONVENTION_ARGUMENTS[signature.convention])

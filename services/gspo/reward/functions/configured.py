@@ -17,6 +17,7 @@ from gspo.common.config.schema import ModelConfig
 from gspo.common.config.sources import CodeSpec, Source, code_of
 from gspo.common.errors import InputError, nearest
 from gspo.common.modules_beside import modules_beside
+from gspo.reward.functions.arguments import check_args
 from gspo.reward.functions.classifier import PROGRAM, ClassifierOptions, ClassifierProcess
 from gspo.reward.functions.library import Function, Library, UnknownFunctionError
 from gspo.reward.functions.policy_code import CodeTests, ToolEnvironment
@@ -171,10 +172,7 @@ async def _load_configured(function: Function, key: str) -> None:
         signature = await function.callee.load()
     except CallError as error:
         raise InputError(key, f"{function.code.filename} {error}", _how_to_fix(error, function.code.kind)) from error
-    for name in function.args:
-        if name not in signature.takes and not signature.takes_any:
-            rule = f"{signature.entry} of {function.code.filename} has no such parameter"
-            raise InputError(f"{key}.args.{name}", rule, nearest(name, signature.takes))
+    check_args(function.args, signature, key, f"{signature.entry} of {function.code.filename}")
 
 
 async def _load_registered(library: Library, spec: CodeSpec, key: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from gspo.common.config.reward import EnvironmentConfig, RewardFunction
 from gspo.common.config.sources import Source, code_of
 from gspo.common.errors import InputError
-from gspo.reward.functions.arguments import MissingColumnError, arguments_for, check_columns
+from gspo.reward.functions.arguments import MissingColumnError, arguments_for, check_args, check_columns
 from gspo.reward.functions.configured import open_function, read_code
 from gspo.reward.functions.library import Library
 from gspo.reward.sandbox.calls import CallLimits, Signature
@@ -244,3 +244,22 @@ def test_a_column_that_is_not_there_names_the_nearest() -> None:
     with pytest.raises(InputError, match=r"no right answer for compute_score.*column answer"):
         check_columns(verl, ["level"], "data.prompts", "compute_score of r.py", has_answers=False)
     check_columns(verl, ["reward_model"], "data.prompts", "compute_score of r.py", has_answers=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "arg", "rule"),
+    [
+        ("def reward(completions, **columns): ...", "completions", "gets this parameter from the answers"),
+        ("def compute_score(solution_str, ground_truth): ...", "solution_str", "gets this parameter from the answers"),
+        ("def reward_func(queries, prompts, labels): ...", "queries", "gets this parameter from the answers"),
+        ("def reward(completions, scale): ...", "scal", "has no such parameter. Did you mean 'scale'"),
+    ],
+)
+def test_arguments_that_a_function_cannot_take_are_refused(source: str, arg: str, rule: str) -> None:
+    with pytest.raises(InputError, match=rf"^functions\.0\.args\.{arg}: f of r\.py {rule}"):
+        check_args([arg], signature(source), "functions.0", "f of r.py")
+
+
+def test_a_constant_may_stand_for_a_column() -> None:
+    verl = signature("def compute_score(solution_str, ground_truth, data_source): ...")
+    check_args(["data_source", "ground_truth"], verl, "functions.0", "f of r.py")
