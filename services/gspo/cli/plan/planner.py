@@ -13,6 +13,7 @@ from gspo.cli.plan.plan_request import (
     REWARD,
     Planned,
     PlanRequest,
+    base_config,
     choice_of,
     planned_choice,
     teacher_keys,
@@ -27,6 +28,7 @@ from gspo.common.model.files import read_model_config, refuse_quantized
 from gspo.common.planning.model_profile import ModelProfile, profile_model
 
 _K = 1024
+_LEAST_CONTEXT = 8
 
 
 def make_plan(request: PlanRequest) -> Planned:
@@ -43,6 +45,7 @@ def make_plan(request: PlanRequest) -> Planned:
     if request.teacher is not None:
         profile = replace(profile, teacher=profile_model(request.teacher, trust_remote_code=request.trust_remote_code))
     request = replace(request, context=context_of(request, profile))
+    check_means(request)
     choice = choice_of(request, profile, gpu)
     if choice is None or choice.shortages:
         raise does_not_fit(request, profile, gpu, choice)
@@ -71,6 +74,22 @@ def context_of(request: PlanRequest, profile: ModelProfile) -> int:
     return request.context
 
 
+def check_means(request: PlanRequest) -> None:
+    """Refuse means above the longest prompt or answer.
+
+    Raises:
+        InputError: Names the argument.
+    """
+    longest = base_config(replace(request, mean_answer=None)).algorithm
+    for argument, mean, most in (
+        ("--prompt-tokens", request.mean_prompt, longest.prompt_length),
+        ("--answer-tokens", request.mean_answer, longest.response_length),
+    ):
+        if mean is not None and mean > most:
+            rule = f"{mean:g} is more than the longest has in a context of {request.context}: {most} tokens"
+            raise InputError(argument, rule, "Lower it, or raise --context")
+
+
 def gpus_here() -> tuple[str | None, int]:
     """The kind of the GPUs that a process started here sees, and their number; (None, 0) if there is none.
 
@@ -91,9 +110,11 @@ def parse_tokens(text: str) -> int:
         InputError: The text is another.
     """
     matched = re.fullmatch(r"(\d+)([kK]?)", text.strip())
-    if not matched or not int(matched[1]):
-        raise InputError("--context", f"{text!r} does not count tokens", "Give a number such as 32768 or 32k")
-    return int(matched[1]) * (_K if matched[2] else 1)
+    tokens = int(matched[1]) * (_K if matched[2] else 1) if matched else 0
+    if tokens < _LEAST_CONTEXT:
+        rule = f"{text!r} does not count tokens of a prompt and its answer"
+        raise InputError("--context", rule, "Give a number such as 32768 or 32k")
+    return tokens
 
 
 def write_plan(planned: Planned, path: Path) -> None:

@@ -24,6 +24,9 @@ def does_not_fit(request: PlanRequest, profile: ModelProfile, gpu: GpuKind, near
     if nearest is None:
         num_rollouts, updates = request.groups * request.group_size, base_config(request).algorithm.num_mini_batches
         rule = f"{num_rollouts} rollouts in {updates} mini-batches divide over no number of ranks"
+        if request.num_gpus > request.gpus_per_host:
+            rule += f" on whole hosts of {request.gpus_per_host} GPUs"
+            updates *= request.gpus_per_host
         return InputError("--groups", rule, f"Choose --groups times --group-size as a multiple of {updates}")
     changes = ", or ".join(_changes(request, profile, gpu))
     fix = f"These fit: {changes}" if changes else "Take a smaller model, or GPUs with more memory"

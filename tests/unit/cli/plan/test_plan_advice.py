@@ -13,8 +13,9 @@ from rich.console import Console
 from benchmarks.plans.published_models import published_models
 from gspo.cli.plan.plan_request import LONGEST_CONTEXT, Planned, PlanRequest, choice_of, planned_choice
 from gspo.cli.plan.plan_tables import advices, print_plan
-from gspo.cli.plan.planner import context_of, plan_keys
+from gspo.cli.plan.planner import check_means, context_of, parse_tokens, plan_keys
 from gspo.cli.plan.rates import find_kind, rates_of
+from gspo.cli.plan.refusal import does_not_fit
 from gspo.common.config.presets import fitting_clip
 from gspo.common.errors import InputError
 
@@ -89,3 +90,33 @@ def test_the_keys_of_a_plan_name_updates_clip_and_learning_rate() -> None:
     assert (keys["algorithm"]["pg_clip_low"], keys["algorithm"]["pg_clip_high"]) == (low, high)
     assert keys["learner"]["learning_rate"] == 1e-6
     assert low > 3e-4 and math.isclose(low, 3e-4 * math.sqrt(4096 / 256), rel_tol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument", "most"),
+    [
+        ({"mean_answer": 6145}, "--answer-tokens", 6144),
+        ({"mean_answer": math.inf}, "--answer-tokens", 6144),
+        ({"mean_prompt": math.inf}, "--prompt-tokens", 2048),
+    ],
+)
+def test_a_mean_is_no_more_than_the_longest(changes: dict[str, float], argument: str, most: int) -> None:
+    with pytest.raises(InputError, match=rf"^{argument}: .* is more than the longest has in a context of 8192: {most}"):
+        check_means(replace(REQUEST, **changes))  # type: ignore[arg-type]
+    check_means(replace(REQUEST, mean_answer=6144, mean_prompt=2048))
+
+
+@pytest.mark.parametrize("text", ["0", "1", "7", "-5k", "1.5k", "8 tokens", ""])
+def test_a_context_has_a_prompt_and_an_answer(text: str) -> None:
+    with pytest.raises(InputError, match=r"--context: .* does not count tokens of a prompt and its answer"):
+        parse_tokens(text)
+    assert (parse_tokens("8"), parse_tokens("32k")) == (8, 32768)
+
+
+def test_work_divides_over_whole_hosts_as_the_refusal_says() -> None:
+    request, gpu = replace(REQUEST, num_gpus=13, gpus_per_host=5), find_kind(None, 80)
+    assert choice_of(request, QWEN3_8B, gpu) is None
+    error = does_not_fit(request, QWEN3_8B, gpu, None)
+    assert "512 rollouts in 4 mini-batches divide over no number of ranks on whole hosts of 5 GPUs" in error.rule
+    assert error.fix == "Choose --groups times --group-size as a multiple of 20"
+    assert choice_of(replace(request, groups=65), QWEN3_8B, gpu) is not None

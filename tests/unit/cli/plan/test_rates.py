@@ -56,7 +56,9 @@ def test_rates_measured_on_the_gpu_replace_the_assumed_ones(tmp_path: Path) -> N
     assert (measured.low, measured.high, measured.measured) == (0.7, 0.7, True)
     assert measured.source == "measured: part engine, 2027-01-02"
     assert rates == {name: rate for name, rate in ASSUMED.items() if name != "decode_bytes_share"}
-    assert not any(rate.measured for rate in rates_of(H100, tmp_path / "missing.json").values())
+    assert not any(rate.measured for rate in rates_of(H100).values())
+    with pytest.raises(InputError, match=r"--rates: .*missing\.json cannot be read .*Give a file that `make gpu-test`"):
+        rates_of(H100, tmp_path / "missing.json")
 
 
 @pytest.mark.parametrize(
