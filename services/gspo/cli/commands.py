@@ -1,5 +1,6 @@
 """The commands of `gspo`: arguments and help texts. Each one but `export` calls the module that does the work."""
 
+import os
 import shlex
 import shutil
 from enum import StrEnum
@@ -208,11 +209,12 @@ def export(
             )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(str(out), "exists and is not an empty folder", "Name a new one; nothing is overwritten")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = out.parent / f".{out.name}.tmp"
+    target = Path(os.path.realpath(out))  # a link stays, and a folder takes no link's place
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.parent / f".{target.name}.tmp"
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(source, scratch)
-    scratch.replace(out)
+    scratch.replace(target)
     loader = "peft's PeftModel" if adapter else "AutoModelForCausalLM"
     Console().print(f"{out}: load it with {loader}.from_pretrained", highlight=False)
 

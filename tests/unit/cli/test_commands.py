@@ -407,6 +407,17 @@ def test_export_copies_and_does_not_overwrite(gspo: Call, tmp_path: Path) -> Non
     assert (code, "exists and is not an empty folder" in errors) == (2, True)
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_export_fills_what_a_link_names(gspo: Call, tmp_path: Path, exists: bool) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    if exists:
+        (tmp_path / "there").mkdir()
+    (tmp_path / "out").symlink_to("there")
+    assert gspo("export", tmp_path, tmp_path / "out")[0] == 0
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "there" / "config.json").is_file()
+
+
 def test_export_of_the_adapters_alone(gspo: Call, tmp_path: Path) -> None:
     for name in ("export", "best"):
         (tmp_path / name).mkdir()
