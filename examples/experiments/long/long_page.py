@@ -141,7 +141,7 @@ def _processors(results: Mapping[str, Record]) -> str:
     num_runs = Counter(run["machine"]["processor"].replace(";", ",") for run in results.values())
     if len(num_runs) == 1:
         return str(*num_runs)
-    return " and ".join(f"{name}, runs: {number}" for name, number in num_runs.most_common())
+    return ". Another: ".join(f"{name}, runs: {number}" for name, number in num_runs.most_common())
 
 
 def _seen(run: Record, name: str) -> list[float]:

@@ -320,7 +320,7 @@ def test_the_page_begins_with_the_verdicts_and_leaves_times_of_a_busy_machine_ou
     assert "Processor: a processor. " in page
     results["dense-grpo-0.0001-s0"]["machine"] = results["dense-grpo-0.0001-s0"]["machine"] | {"processor": "another"}
     page = write_page(results, SCALES["small"], tmp_path / "long.md").read_text()
-    assert "Processor: a processor, runs: 3 and another, runs: 1. " in page
+    assert "Processor: a processor, runs: 3. Another: another, runs: 1. " in page
     quiet = {name: run | {"busy_share": 0.0} for name, run in results.items()}
     assert "| s a step |" in write_page(quiet, SCALES["small"], tmp_path / "long.md").read_text()
 
