@@ -25,6 +25,8 @@ from gspo.common.data.strict_json import MAX_DEPTH
 from gspo.common.errors import InputError
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
+# Without the time, which would name a case otherwise in each worker of a test run.
+GZIP = gzip.compress(b'{"a": 1}\n' * 99, mtime=0)
 
 
 def columns_of(path: Path, **types: Any) -> list[dict[str, Any]]:
@@ -120,8 +122,8 @@ def test_json_keeps_types_and_numbers_in_any_order_of_rows(tmp_path: Path) -> No
         ("p.csv", b"a\n\xff\n", "line 2: is not UTF-8"),
         ("p.csv", "prompt;answer\n1,5;2\n", "line 1: separates cells by ';', and CSV by commas: prompt;answer"),
         ("p.csv", "prompt\tanswer\na\t2\n", r"line 1: separates cells by '\t', and CSV by commas"),
-        ("p.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 99)[:-9], "p.jsonl.gz cannot be read (Compressed file ended"),
-        ("p.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 9, "p.jsonl.gz cannot be read (Error -3 while decompress"),
+        ("p.jsonl.gz", GZIP[:-9], "p.jsonl.gz cannot be read (Compressed file ended"),
+        ("p.jsonl.gz", GZIP[:10] + b"\xff" * 9, "p.jsonl.gz cannot be read (Error -3 while decompress"),
         ("p.csv", "a,b\n", "has no rows"),
         ("p.jsonl", "\n \n", "has no rows"),
     ],
