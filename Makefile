@@ -6,9 +6,10 @@ SEED ?= 0
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests of the repository's own files: a part of lint, so `make test` leaves them out of its second half.
 CHECKS = $(patsubst %,tests/unit/test_%.py,architecture names site prose promises docs docs_commands)
-# Unit tests that train models, run wandb or the tests' own runner, or build the wheel: over half of their minutes.
+# Unit tests that train models, build the wheel, wait for processes, run wandb or the tests' own runner: most minutes.
 SLOW_UNITS = tests/unit/learner/model tests/unit/learner/training tests/unit/deploy tests/unit/tracking \
-  $(patsubst %,tests/unit/test_%.py,gpu_parts nightly run_report)
+  tests/unit/cli/processes $(patsubst %,tests/unit/test_%.py,gpu_parts nightly run_report) \
+  $(patsubst %,tests/unit/common/test_%_trial.py,template tokenizer)
 # With `ROOM="view cli"` the tests in folders of these names, and ruff on the folders of their code; else everything.
 ROOM_TESTS = $(wildcard $(foreach room,$(ROOM),tests/unit/$(room) tests/integration/$(room)))
 LINTED = $(if $(ROOM),$(wildcard $(foreach room,$(ROOM),services/gspo/$(room) $(room))) $(ROOM_TESTS),.)
