@@ -9,7 +9,6 @@ the positions of some rollouts' inputs, one rollout after another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from torch.autograd.function import once_differentiable
 from gspo.learner.assembly.rows import Row
 from gspo_core.kept_logprobs import NO_TOKEN
 from gspo_core.packing import micro_batches, packed_micro_batches
-from gspo_core.stats import Stats
 
 
 class Branch(NamedTuple):
@@ -401,25 +399,3 @@ def _micro_batch(batch: StepBatch, rows: Sequence[int], packed_tokens: int | Non
         temperature_N = batch.temperature_B[row_R].repeat_interleave(mask_RT.sum(1))
     kept_NK = None if batch.kept is None else torch.cat([batch.kept[row] for row in rows])
     return MicroBatch(row_R, place_I, input_RS, line, state_N, target_N, mask_RT, backward, temperature_N, kept_NK)
-
-
-class PassObserver:
-    """Watches the training passes of one rank, step by step. Each call may do nothing."""
-
-    def begin(self, step: int, batch: StepBatch) -> None:
-        """The step begins; its passes are of this batch."""
-
-    def around(self, _micro: MicroBatch) -> AbstractContextManager[None]:
-        """A block with a micro-batch's passes, forward and backward."""
-        return nullcontext()
-
-    def see(self, _micro: MicroBatch, _logp_RT: Tensor, _entropy_RT: Tensor) -> Stats:
-        """The results of a forward pass; returns sums that the ranks of the same lines have alike."""
-        return {}
-
-    def end_update(self, problem: str) -> None:
-        """The passes of an optimizer step are over; it is applied unless there is a problem."""
-
-    def end(self) -> Stats:
-        """The step is over, and its tensors are let go; returns this rank's own sums."""
-        return {}

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, __version__
 
 from gspo.common.errors import InputError
-from gspo.learner.model.batch import MicroBatch, PassObserver, StepBatch
+from gspo.learner.model.batch import MicroBatch, StepBatch
 from gspo.learner.model.network import hidden_states
 from gspo.learner.ranks.process_group import sum_over_ranks
 from gspo.learner.ranks.sequence_ranks import SequenceRanks
@@ -202,7 +202,7 @@ def _refusal(causal_lm: PreTrainedModel, reason: str) -> InputError:
     return InputError("algorithm.routing_replay", f"learner, but {type(causal_lm).__name__} {reason}", "Set it to none")
 
 
-class RoutingReplay(PassObserver):
+class RoutingReplay:
     """The experts of a step's rollouts, in host memory. Without routers it does nothing.
 
     A position takes C bytes, or 2 C where a layer has more than 256 experts, on each rank that trains its rollout.
@@ -220,7 +220,7 @@ class RoutingReplay(PassObserver):
         self._stats: Stats = {}
         self._applied: Stats = {}
 
-    def begin(self, _step: int, batch: StepBatch) -> None:
+    def begin(self, batch: StepBatch) -> None:
         """Forget the step before; the next passes are of this one."""
         self._lengths, self._expert_SC = [len(sequence) for sequence in batch.sequences], {}
         self._stats, self._applied = {}, {}

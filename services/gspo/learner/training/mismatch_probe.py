@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gspo.common.config.algorithm import AlgorithmConfig
-from gspo.learner.model.batch import MicroBatch, PassObserver, StepBatch
+from gspo.learner.model.batch import MicroBatch, StepBatch
 from gspo.learner.objective.figures import compared_stats
 from gspo.learner.training.passes import RankPasses
 from gspo.learner.training.policy_engine import PolicyEngine
@@ -22,7 +22,7 @@ from gspo_core.stats import Stats, merge
 _NUM_PROBED_ROLLOUTS = 16
 
 
-class MismatchProbe(PassObserver):
+class MismatchProbe:
     """Compares the log-probs of a step's newest tokens, or of a version that it keeps, with those of the generators.
 
     It keeps the trained weights of one version in host memory. Float32 ones: a rounded copy would bring back another
@@ -66,7 +66,7 @@ class MismatchProbe(PassObserver):
         self._stats = merge([self._stats, self._of_step(old_BT, self._newest_BT)])
         self._is_at_start = False
 
-    def see(self, micro: MicroBatch, logp_RT: Tensor, _entropy_RT: Tensor) -> Stats:
+    def see(self, micro: MicroBatch, logp_RT: Tensor) -> Stats:
         """Only forwards at the weights that sampled the newest tokens measure the mismatch with the generators."""
         if not self._is_at_start:
             return {}

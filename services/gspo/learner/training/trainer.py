@@ -7,7 +7,6 @@ A mini-batch whose loss or gradient norm is not finite is not applied at all: we
 import math
 import time
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -72,7 +71,6 @@ class Trainer:
         self._scorers = scorers_of(config, self.engine, self._flops, self._replay.recording)
         self._probe = MismatchProbe(self.engine, self._passes, config.algorithm, config.learner.mismatch_every)
         self._recorder = TokenRecorder(is_on=config.learner.token_records)
-        self._observers = self._replay, self._probe, self._recorder
         self._num_not_applied_in_a_row = 0
 
     def train(
@@ -97,8 +95,9 @@ class Trainer:
             return TrainResult(metrics | {"mini_batches_not_applied": 0.0})
         self.engine.set_hyperparameters(hyperparameters)
         with self._passes.over(step, batch, hyperparameters.micro_batch_tokens):
-            for observer in self._observers:
-                observer.begin(step, batch)
+            self._replay.begin(batch)
+            self._probe.begin(step, batch)
+            self._recorder.begin(batch)
             targets = self._targets(batch)
             updates = self._update(step, batch, targets, not_applied, hyperparameters.max_grad_norm)
             tokens = self._recorder.records(self._passes.sum)
@@ -134,8 +133,8 @@ class Trainer:
                 grad_norm = self.engine.apply(max_grad_norm)
                 problem = _problem(loss, grad_norm)
                 updates.passed.append(mini_batch)
-                for observer in self._observers:
-                    observer.end_update(problem)
+                self._replay.end_update(problem)
+                self._probe.end_update(problem)
             if problem:
                 self._leave_out(updates, step, UpdateNotApplied(update, mini_batch, problem))
                 continue
@@ -166,12 +165,11 @@ class Trainer:
         """Gradients of one optimizer step; returns its loss over all ranks and this rank's sums."""
         losses, sums = [], []
         for micro in cut:
-            with ExitStack() as passes:
-                for observer in self._observers:
-                    passes.enter_context(observer.around(micro))
+            with self._replay.around(micro):
                 logp_RT, entropy_RT = self.engine.forward(micro, is_last=micro is cut[-1])
                 loss, stats = self._objective.loss(micro, logp_RT, entropy_RT, targets, sizes)
-                sums += [stats, *(observer.see(micro, logp_RT, entropy_RT) for observer in self._observers)]
+                sums += [stats, self._probe.see(micro, logp_RT)]
+                self._recorder.see(micro, logp_RT, entropy_RT)
                 losses.append(loss.detach().double())
                 if micro.backward:
                     self.engine.backward(loss)
@@ -197,7 +195,8 @@ class Trainer:
         scorings = [scorer.flops for scorer in self._scorers if scorer.flops is not None]
         figures = step_flops(self._flops, scorings, batch, targets.moving_B, updates.passed)
         figures["mini_batches_not_applied"] = float(len(updates.not_applied))
-        sums = [*updates.stats, *(observer.end() for observer in self._observers)]
+        sums = [*updates.stats, self._replay.end(), self._probe.end()]
+        self._recorder.end()
         if not updates.losses:
             return figures
         # The first sums are of the first applied update, unless the step looked at its sequences before.

@@ -132,7 +132,7 @@ def in_branches(batch: StepBatch, row: int, of_rollout: Tensor) -> list[Tensor]:
 def step_experts(policy: PolicyModel, rows: list[Row], *, packing: bool, max_tokens: int) -> dict[int, Tensor]:
     """Each rollout's experts, recorded in micro-batches of this size."""
     batch, replay = StepBatch.from_rows(rows), RoutingReplay(Routers(policy.causal_lm), None, CPU)
-    replay.begin(1, batch)
+    replay.begin(batch)
     for micro in rank_micro_batches(batch, range(len(batch)), max_tokens, rank=0, num_ranks=1, packing=packing):
         with torch.no_grad(), replay.recording(micro):
             policy(micro.input_RS, micro.line, micro.state_N, micro.target_N)
@@ -164,7 +164,7 @@ def test_a_replay_gives_each_position_its_own_experts_back(folder: Path, policy:
     rows, lm = few_rows(folder), policy.causal_lm
     batch, routers = StepBatch.from_rows(rows), Routers(lm)
     replay = RoutingReplay(routers, None, CPU)
-    replay.begin(1, batch)
+    replay.begin(batch)
     cut: dict[str, Any] = {"rank": 0, "num_ranks": 1}
     with torch.no_grad():
         for micro in rank_micro_batches(batch, range(len(batch)), 64, packing=not packing, **cut):
