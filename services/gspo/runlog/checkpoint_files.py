@@ -12,7 +12,7 @@ def whole_checkpoints(run_dir: Path) -> dict[int, Path]:
     """The folders of the whole checkpoints by step, in order; reads no file's content but the manifests'."""
     folder = run_dir / CHECKPOINTS
     named = checkpoint_folders(folder) if folder.is_dir() else {}
-    return {step: path for step, path in named.items() if _is_whole(path)}
+    return {step: path for step, path in named.items() if is_whole(path)}
 
 
 def checkpoint_folders(folder: Path) -> dict[int, Path]:
@@ -21,7 +21,7 @@ def checkpoint_folders(folder: Path) -> dict[int, Path]:
     return dict(sorted(named.items()))
 
 
-def _is_whole(checkpoint: Path) -> bool:
+def is_whole(checkpoint: Path) -> bool:
     """Whether every file of the manifest is there at its full size; a learner may remove the folder meanwhile."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text())["files"]

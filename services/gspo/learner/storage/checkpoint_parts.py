@@ -80,7 +80,7 @@ def wait_for_parts(folder: Path, num_ranks: int, timeout_s: float, is_given_up: 
         GivenUpError: The process ends.
     """
     num_bytes, deadline = -1, 0.0
-    while missing := [rank for rank in range(num_ranks) if not _is_whole(folder, rank)]:
+    while missing := [rank for rank in range(num_ranks) if not _is_written(folder, rank)]:
         if (present := _num_bytes(folder)) != num_bytes:
             num_bytes, deadline = present, time.monotonic() + timeout_s
         if is_given_up():
@@ -99,7 +99,7 @@ def _note(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.json"
 
 
-def _is_whole(folder: Path, rank: int) -> bool:
+def _is_written(folder: Path, rank: int) -> bool:
     """Whether a rank's note is there, and every file of it at its full size, as this host sees the disk."""
     try:
         sizes: dict[str, int] = json.loads(_note(folder, rank).read_bytes())

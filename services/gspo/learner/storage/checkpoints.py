@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gspo.common.host.durable_write import fsync, replace_file
 from gspo.learner.storage.durable_files import temporary
-from gspo.runlog.checkpoint_files import MANIFEST, checkpoint_folders
+from gspo.runlog.checkpoint_files import MANIFEST, checkpoint_folders, is_whole
 
 _DAMAGED = ".damaged"
 
@@ -83,10 +83,7 @@ class Checkpoints:
 
     def is_whole(self, step: int) -> bool:
         """Whether the checkpoint after `step` has every file at its full size; reads no file's content."""
-        manifest = self._read_manifest(step)
-        if manifest is None:
-            return False
-        return {name: entry.bytes for name, entry in manifest.files.items()} == _sizes(self.path(step))
+        return is_whole(self.path(step))
 
     def damage(self, step: int) -> str:
         """How the checkpoint has changed since it was written; empty if every byte is the same. Reads every file."""
