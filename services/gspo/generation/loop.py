@@ -36,6 +36,8 @@ _WEIGHTS_PATIENCE_S = 5.0
 _TOO_OLD_S = 30.0
 # Waiting for weights looks again after this, so that a lost signal costs no more.
 _RECHECK_S = 1.0
+# More than there can be: how many tasks are paused is not counted yet.
+_UNCOUNTED = sys.maxsize
 
 
 class GenerationLoop:
@@ -57,7 +59,7 @@ class GenerationLoop:
         self._leased: list[LeasedTask] = []
         self._saver = Saver(config.generation, engine, self._leased)
         # Tasks that were paused under the version before: a new version begins with them.
-        self._num_paused_due = sys.maxsize
+        self._num_paused_due = _UNCOUNTED
         self._too_old_until = 0.0
         self._new_weights = asyncio.Event()
         self._subscriptions = [self._subscription(s) for s in (self._training, self._paused, self._evaluation)]
@@ -78,7 +80,7 @@ class GenerationLoop:
     def weights_changed(self) -> None:
         """A new version serves: wake the tasks that wait for it, and take tasks again, those that are paused first."""
         self._too_old_until = 0.0
-        self._num_paused_due = sys.maxsize
+        self._num_paused_due = _UNCOUNTED
         self._new_weights.set()
         self._consumer.wake()
 

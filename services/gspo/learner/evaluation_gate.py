@@ -6,7 +6,6 @@ consumes: EvaluationDone. waits for: the evaluations of a version, unblocked by 
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
@@ -94,14 +93,9 @@ class EvaluationGate:
         self.recorded_unix_s = time.time()
         self._recorded.set()
 
-    def is_candidate(self, version: int, *, last: bool = False) -> bool:
-        """Whether a version will be measured and may be kept: that of the start, one between two steps, or the last."""
-        return self._best is not None and (last or version == 0 or self._is_measured(version))
-
-    def save_candidate(self, version: int, write: Callable[[Path], None], *, last: bool = False) -> None:
-        """Save a version if it `is_candidate`."""
-        if self._best is not None and self.is_candidate(version, last=last):
-            self._best.save_candidate(version, write)
+    def keeper_of(self, version: int, *, last: bool = False) -> BestVersion | None:
+        """The keeper of a version that will be measured: of the start, of one between two steps, or of the last."""
+        return self._best if last or version == 0 or self._is_measured(version) else None
 
     def holds(self, version: int) -> bool:
         """Whether the version after this one has to wait for its evaluations."""

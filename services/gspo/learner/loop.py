@@ -148,7 +148,8 @@ class Learner:
         Raises:
             NotFiniteError: A version or a gradient is not finite. Of both errors it is the earlier one's.
         """
-        batch = None if self._is_awaited or self._reason_to_end() else await self._next_batch()
+        needs_version = self._is_awaited or self.checkpoints.is_requested
+        batch = None if needs_version or self._reason_to_end() else await self._next_batch()
         with in_step(batch.step) if batch else nullcontext():
             try:
                 trained = await self._train(batch) if batch else None
@@ -236,15 +237,14 @@ class Learner:
         """Record what a step left out, copy its weights for their version, and begin to publish and report it."""
         step = batch.step
         await self._report.report_not_applied(step, trained.not_applied)
-        is_awaited = self._is_version_awaited(step)
+        self._is_awaited = self._is_version_awaited(step)
         with self._service.activity.doing("making version", str(step)):
-            await self.versions.make(step, self._hyperparameters(step), is_awaited=is_awaited)
+            await self.versions.make(step, self._hyperparameters(step), is_awaited=self._is_awaited)
         self._clock.end_phase(StepPhase.MAKE_VERSION)
         await self._hold(step)
         figures = trained.metrics | self._clock.end_step(step) | self.intake.untrained.take_metrics()
         self._trained_version, self._trained_s = step, self._trained_s + figures["step_s"]
         self.versions.finish_with(step, partial(self._report_step, batch, trained.tokens, figures))
-        self._is_awaited = is_awaited or self.checkpoints.is_due(step)
 
     async def _report_step(
         self,
@@ -263,7 +263,7 @@ class Learner:
         return (
             not self._overlaps
             or self._gate.holds(step - 1)
-            or self._gate.is_candidate(step)
+            or self._gate.keeper_of(step) is not None
             or self.checkpoints.is_due(step)
         )
 
@@ -330,10 +330,10 @@ class Learner:
     async def _save_candidate(self, *, last: bool = False) -> None:
         """Save the newest version as a model folder if it will be measured, and the best version is kept."""
         version = self.versions.newest.version
-        await self.trainer.write(
-            "a version that may be the best",
-            lambda trainer: self._gate.save_candidate(version, trainer.export, last=last),
-        )
+        if (keeper := self._gate.keeper_of(version, last=last)) is not None:
+            await self.trainer.write(
+                "a version that may be the best", lambda trainer: keeper.save_candidate(version, trainer.export)
+            )
 
     async def watch_events(self, position: bytes) -> None:
         """Follow the run's events from `position` until cancelled."""

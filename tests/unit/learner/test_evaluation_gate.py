@@ -81,7 +81,8 @@ async def test_only_the_file_that_is_named_decides_which_version_is_kept(run_dir
 
     known = held_out(run_dir, keep_best="b/sampled_mean")
     for version, score in ((0, 0.25), (1, 0.5), (2, 0.75)):
-        known.save_candidate(version, write)  # version 1 is not measured, so it is not kept
+        if keeper := known.keeper_of(version):  # version 1 is not measured, so it is not kept
+            keeper.save_candidate(version, write)
         await known.record(done(version, "a"))
         await known.record(done(version, "b", score))
         assert '"version": 0' in (run_dir.path / "best" / "best.json").read_text() or version == 2
@@ -104,7 +105,7 @@ async def test_with_several_sources_the_best_version_has_the_best_weighted_mean(
         saved.append(int(path.name.removeprefix("step-")))
 
     for version, scores in ((0, (0.5, 0.9)), (2, (0.75, 0.1)), (4, (0.1, 1.0))):
-        known.save_candidate(version, write)
+        known.keeper_of(version).save_candidate(version, write)  # type: ignore[union-attr]
         for file, score in zip("ab", scores, strict=True):
             await known.record(done(version, file, score))
             if file == "a":  # its mean is not known yet
@@ -118,7 +119,7 @@ async def test_with_several_sources_the_best_version_has_the_best_weighted_mean(
         "figure": "sampled_mean",
         "score": pytest.approx(0.6),
     }
-    assert held_out(run_dir, data={"sources": sources}, keep_best="sampled_mean").is_candidate(0)
+    assert held_out(run_dir, data={"sources": sources}, keep_best="sampled_mean").keeper_of(0)
     assert run_dir.scores({"a": 3.0, "b": 1.0}) == pytest.approx({0: 0.6, 2: 0.5875, 4: 0.325})
 
 
@@ -165,7 +166,7 @@ async def test_where_the_weights_are_gone_the_newest_version_is_measured_and_may
     gate = held_out(run_dir, keep_best="a/sampled_mean")
     assert gate.begin(policy(3)) is None
     assert not list((run_dir.path / "candidates").iterdir())
-    assert gate.holds(3) and gate.is_candidate(3)
+    assert gate.holds(3) and gate.keeper_of(3)
     for file in "ab":
         await gate.record(done(3, file))
     assert not gate.holds(3)
