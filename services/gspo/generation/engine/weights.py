@@ -1,12 +1,9 @@
 """The part of a weight update that runs inside vLLM's processes: load the policy that lies in shared memory.
 
-The receiver has checked the digest of its bytes before vLLM is paused. The filter of vLLM's log is here too, since vLLM
-loads this module in each of its processes.
+The receiver has checked the digest of its bytes before vLLM is paused.
 """
 
-import logging
 import mmap
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -20,44 +17,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.logger import DEFAULT_LOGGING_CONFIG
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from gspo.common.host.bfloat16_products import use_float32_products
-from gspo.generation.engine.direct_writes import DirectWrites
 from gspo.generation.engine.tied_heads import EMBEDDING
+from gspo.generation.engine.worker.direct_writes import DirectWrites
+from gspo.generation.engine.worker.expected_warnings import filter_expected_warnings
 
 BACKEND = "gspo"
 # The refusal of a policy that is not the whole of the model, in the text that comes out of vLLM's process.
 MISSING = "weights: the push has no tensor"
-# Beginnings of vLLM's warnings that follow from our own settings or hold for every CPU. In the log of every healthy run
-# they would hide the warnings that matter.
-_EXPECTED = (
-    # Of generation.engine's enforce_eager, which is ours unless a user says otherwise, and what follows from it.
-    "Enforce eager set",
-    "TORCH_COMPILE_DISABLE is set",
-    "Inductor compilation was disabled by user settings",
-    # In bfloat16 on a CPU without its instructions; torch's products, which it falls back to, are then made in float32.
-    "Failed to create oneDNN linear",
-    # There is no Triton for CPUs in the packages that vLLM's CPU build comes with.
-    "Triton is not installed",
-    "Model Runner V2 requires Triton",
-    # Preloading them changed nothing that could be measured.
-    "libtcmalloc is not found",
-    "libiomp is not found",
-    # It also appears for models without such layers.
-    "Reset SSM cache type",
-    # Of every sleep and wake under placement: shared.
-    "sleep mode is not supported on CPU",
-    # Of generation.draft_tokens: vLLM refuses a request with one of the two, and schedules one step at a time.
-    "min_p and logit_bias parameters won't work with speculative decoding",
-    "Async scheduling not supported with ngram-based",
-    "max_num_scheduled_tokens is set to",
-)
-# Their ends. After every push, of all kinds of them: the table is computed, and no checkpoint holds it.
-_EXPECTED_ENDS = ("RotaryEmbedding: Failed to load weights",)
 
 
 @dataclass
@@ -98,7 +69,7 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
         if self.model_config.dtype == torch.bfloat16:
             use_float32_products()
         if self.vllm_config.speculative_config is not None:
-            from gspo.generation.engine.draft_kernels import repair_kernels  # here: it loads vLLM's sampler
+            from gspo.generation.engine.worker.draft_kernels import repair_kernels  # here: it loads vLLM's sampler
 
             repair_kernels()
 
@@ -218,25 +189,3 @@ def register() -> None:
     filter_expected_warnings()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
-
-
-class ExpectedWarningFilter(logging.Filter):
-    """Drops the expected warnings."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return record.levelno != logging.WARNING or not (text.startswith(_EXPECTED) or text.endswith(_EXPECTED_ENDS))
-
-
-def filter_expected_warnings() -> None:
-    """Leave these warnings out of vLLM's log in this process; a second call changes nothing.
-
-    vLLM sets its handlers up when it reads its configuration, and a child of its engine's has them already.
-    """
-    DEFAULT_LOGGING_CONFIG.setdefault("filters", {})["unexpected"] = {"()": ExpectedWarningFilter}
-    DEFAULT_LOGGING_CONFIG["handlers"]["vllm"]["filters"] = ["unexpected"]
-    for handler in logging.getLogger("vllm").handlers:
-        if not any(isinstance(installed, ExpectedWarningFilter) for installed in handler.filters):
-            handler.addFilter(ExpectedWarningFilter())
-    # vLLM looks through every name of torch, deprecated ones too.
-    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op", category=FutureWarning)

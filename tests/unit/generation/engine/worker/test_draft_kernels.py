@@ -10,8 +10,8 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
-from gspo.generation.engine import draft_kernels
-from gspo.generation.engine.draft_kernels import repair_kernels
+from gspo.generation.engine.worker import draft_kernels
+from gspo.generation.engine.worker.draft_kernels import repair_kernels
 
 EXPAND, REJECT = "expand_kernel", "rejection_random_sample_kernel"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gspo.generation.engine.weights import filter_expected_warnings
+from gspo.generation.engine.worker.expected_warnings import filter_expected_warnings
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from gspo.generation.engine.direct_writes import DirectWrites
 from gspo.generation.engine.weights import _refuse_untouched_layers
+from gspo.generation.engine.worker.direct_writes import DirectWrites
 
 
 class Sinks(nn.Module):
