@@ -96,6 +96,13 @@ _ALL = (
         beside=True,
     ),
     Part(
+        "changes",
+        "the changes of a version, loaded into the weights in place, beside whole loads",
+        "the same weights as a whole load, there and back; in at most half of its time",
+        _BOTH,
+        beside=True,
+    ),
+    Part(
         "shared",
         "one GPU in shifts: vLLM sleeps, a step trains, vLLM wakes",
         "vLLM gives back at least 0.8 of its memory, and the learner all but 0.1 GiB",
@@ -177,6 +184,15 @@ _ALL = (
         "push",
         on_cpu=False,
         least_s=150,
+        beside=True,
+    ),
+    Part(
+        "changes_mixture",
+        "the changes again, of a layer with the 128 experts of 30B-A3B",
+        "the same weights as a whole load, there and back; in at most half of its time",
+        _BOTH,
+        "changes",
+        on_cpu=False,
         beside=True,
     ),
     # vLLM's build for CPUs cannot load it.

@@ -38,8 +38,12 @@ DEEPSPEED_FILE = "services/gspo/learner/training/policy_engine.py"
 TORCH_PROGRAM = "services/gspo/reward/functions/builtins/reward_model.py"
 # Runs in the sandbox, where a function may ask for the tokenizer.
 TOKENIZER_FILE = "services/gspo/reward/sandbox/inside/supplied.py"
-# The one shared module that needs torch: the engines of generators and learners call it.
-TORCH_MODULE = "services/gspo/common/host/bfloat16_products.py"
+# Shared modules that need torch: the engines of generators and learners call them.
+TORCH_MODULES = (
+    "services/gspo/common/host/bfloat16_products.py",
+    "services/gspo/common/weights/device_fingerprint.py",
+    "services/gspo/common/weights/fingerprint_kernel.py",
+)
 WITHOUT_TORCH = (
     "services/gspo/agents",
     "services/gspo/common",
@@ -149,7 +153,7 @@ def _foreign_engines(path: str, imported: dict[str, int]) -> Iterator[Break]:
     def lines(*names: str) -> Iterator[tuple[int, str]]:
         return ((tops[name], name) for name in names if name in tops)
 
-    if path.startswith(WITHOUT_TORCH) and path not in (TORCH_PROGRAM, TORCH_MODULE):
+    if path.startswith(WITHOUT_TORCH) and path not in (TORCH_PROGRAM, *TORCH_MODULES):
         yield from ((line, f"imports {name}: this package runs without torch") for line, name in lines(*TORCH))
     for names, folders in OWNERS.items():
         if not path.startswith(folders):
@@ -311,7 +315,7 @@ def test_a_rule_fails_when_it_is_broken(path: str, source: str, said: str) -> No
         ("services/gspo/environments/mcp/server_program.py", "from gspo.reward.sandbox.inside import scratch"),
         ("services/gspo/reward/http_api/routes.py", "from fastapi import FastAPI"),
         (TORCH_PROGRAM, "import torch\nfrom transformers import AutoTokenizer"),
-        (TORCH_MODULE, "import torch"),
+        (TORCH_MODULES[0], "import torch"),
         ("services/gspo/learner/loop.py", "def f():" + "\n    pass" * 59),
         ("services/gspo/common/streams/events.py", "redis.xadd(self._keys.events, fields, maxlen=10)"),
         ("services/gspo/common/streams/inbox.py", '"""Never with MAXLEN."""'),
@@ -330,7 +334,8 @@ for name in ("torch", "vllm", "deepspeed", "gspo_core"):
 for package in sys.argv[1:]:
     found = importlib.import_module(package)
     for module in pkgutil.walk_packages(found.__path__, package + "."):
-        if not any(part in module.name for part in ("__main__", "builtins", ".inside", "bfloat16_products")):
+        torch_modules = ("bfloat16_products", "device_fingerprint", "fingerprint_kernel")
+        if not any(part in module.name for part in ("__main__", "builtins", ".inside", *torch_modules)):
             importlib.import_module(module.name)
 """
 

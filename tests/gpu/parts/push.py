@@ -92,8 +92,8 @@ def stage_policy(copies: PolicyCopies, policy: PolicyWeights) -> None:
             copies.write(name, start // itemsize, bytes(data[start : start + _PIECE_BYTES]))
 
 
-def changed_model(case: PartRun, version: int) -> tuple[Path, PolicyWeights]:
-    """The model with every weight moved a little: a folder, and the same as the learner publishes it."""
+def changed_model(case: PartRun, version: int, share: float = 1.0) -> tuple[Path, PolicyWeights]:
+    """The model with this share of its weights moved a little: a folder, and the same as the learner publishes it."""
     folder = case.folder / f"{case.part}-{case.model.name}-version-{version}"
     shutil.copytree(case.model, folder, dirs_exist_ok=True)
     # On the card: a CPU takes 25 s to draw so many numbers.
@@ -101,6 +101,7 @@ def changed_model(case: PartRun, version: int) -> tuple[Path, PolicyWeights]:
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         factor = 1 + 0.2 * torch.randn(tensor.shape, generator=chance, device=case.device)
+        factor[torch.rand(tensor.shape, generator=chance, device=case.device) >= share] = 1
         return (tensor.float() * factor).bfloat16().cpu().contiguous()
 
     weights = load_file(case.model / "model.safetensors", device=case.device)

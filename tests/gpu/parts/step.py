@@ -23,10 +23,10 @@ from gspo.learner.model.profile import profile
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.weight_updates import PACKING_THREADS, WeightUpdate
 from gspo.learner.training.trainer import Trainer
+from tests.gpu.breakdown import note_breakdown
 from tests.gpu.catalogue import PARTS
 from tests.gpu.learner_calls import learner_config, random_rows
 from tests.gpu.part_run import NotForThisCardError, PartRun
-from tests.gpu.parts.breakdown import note_breakdown
 from tests.support.training.rollout_rows import train, with_version
 
 

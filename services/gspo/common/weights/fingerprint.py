@@ -9,7 +9,7 @@ sum of the whole, and a change of some elements adds k * (new - old). One change
 of two tensors are missed with a chance of about 2**-33 a lane. It finds errors, not forgeries: the token of a cluster
 and TLS keep others out.
 
-This is the form for host memory. `learner/push/device_fingerprint.py` has those for devices.
+This is the form for host memory. `device_fingerprint.py` has those for devices.
 """
 
 from __future__ import annotations

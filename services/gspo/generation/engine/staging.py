@@ -83,13 +83,14 @@ class PolicyCopy:
     """One whole policy in a slot of the file.
 
     Attributes:
+        places: Where its tensors lie, by name.
         slot: Its number. This generator has the slot's lock: for itself until `finish`, shared after it.
         fingerprints: Those of the tensors of this policy, by name; the writers keep them up. A model folder may hold
             more tensors than the learner pushes: those that the architecture ignores.
     """
 
     def __init__(self, file: PolicyFile, slot: int, places: Mapping[str, TensorPlace]) -> None:
-        self.slot, self._file, self._places = slot, file, places
+        self.slot, self._file, self.places = slot, file, places
         self._map, self._note = file.map_policy(slot), file.map_note(slot)
         is_there = self._note["present"].astype(bool)
         lanes = self._note["fingerprints"].tolist()
@@ -104,7 +105,7 @@ class PolicyCopy:
 
     def bits(self, name: str) -> NDArray[np.unsignedinteger[Any]]:
         """The tensor's elements as a flat writable view of unsigned integers of their width."""
-        place = self._places[name]
+        place = self.places[name]
         return np.frombuffer(self._map, _BITS[place.dtype], place.num_elements, place.offset)
 
     def put(self, name: str, bits: NDArray[np.unsignedinteger[Any]]) -> None:
@@ -151,7 +152,7 @@ class PolicyCopy:
 
     def finish(self) -> None:
         """The policy is whole: other generators of this host may load it."""
-        names = list(self._places)
+        names = list(self.places)
         self._note["present"] = [name in self.fingerprints for name in names]
         numbers = [self.fingerprints.get(name, Fingerprint()) for name in names]
         self._note["fingerprints"] = np.array([(it.first, it.second) for it in numbers], np.uint64).reshape(-1, 2)
@@ -160,7 +161,7 @@ class PolicyCopy:
 
     def digest(self) -> str:
         """That of its manifest."""
-        places = ((self._places[name], number) for name, number in self.fingerprints.items())
+        places = ((self.places[name], number) for name, number in self.fingerprints.items())
         return manifest_digest(ManifestEntry(it.name, it.dtype, it.shape, str(number)) for it, number in places)
 
     def update_info(self) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class PolicyCopy:
         begin = self._file.offset(self.slot)
         present: list[dict[str, Any]] = []
         absent: list[dict[str, Any]] = []
-        for name, place in self._places.items():
+        for name, place in self.places.items():
             described = {"name": name, "dtype": place.dtype, "shape": place.shape, "offset": begin + place.offset}
             (present if name in self.fingerprints else absent).append(described)
         return {"path": self._file.path, "tensors": present, "absent": absent}

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
 from vllm import AsyncEngineArgs
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -42,8 +43,9 @@ from gspo.generation.engine.api import (
     Tokens,
     WrongTensorsError,
 )
+from gspo.generation.engine.differences import Differences
 from gspo.generation.engine.process import CPU_ENVIRONMENT, ForkedProcess
-from gspo.generation.engine.staging import PolicyCopies, PolicyCopy
+from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_requests import (
     completion_of,
     cut_by,
@@ -70,6 +72,7 @@ _WEIGHTS, _KV = "weights", "kv_cache"
 # Tokens at the end of a request that are looked up in it for drafts: the longest run that occurs earlier, within these.
 _LEAST_LOOKUP, _MOST_LOOKUP = 2, 5
 T = TypeVar("T")
+log = structlog.get_logger()
 
 
 class Engine:
@@ -88,6 +91,9 @@ class Engine:
         self._num_loads = 0
         self._changing = asyncio.Lock()
         self._num_restarts = 0
+        # On a CPU vLLM multiplies with copies of the weights that no change reaches, and no comparison sees.
+        self._may_change_in_place = not current_platform.is_cpu()
+        self._tried_kinds: set[str] = set()
         self._serving = asyncio.Event()
         self._serving.set()
 
@@ -182,7 +188,8 @@ class Engine:
                 of weights that are away would kill vLLM's processes.
             EngineBrokenError: The old weights could not be restored, or `timeout_s` has passed.
         """
-        change = partial(self._load_paused, version, copies, on_update)
+        differences = await asyncio.to_thread(self._differences, copies)
+        change = partial(self._load_paused, version, copies, differences, on_update)
         return await self._alone(f"the load of version {version}", timeout_s, change)
 
     async def sleep(self, *, on_update: OnUpdate, timeout_s: float) -> None:
@@ -247,13 +254,22 @@ class Engine:
                 if not self.is_asleep:
                     self._serving.set()
 
-    async def _load_paused(self, version: int, copies: PolicyCopies, on_update: OnUpdate) -> LoadTimes:
+    def _differences(self, copies: PolicyCopies) -> Differences | None:
+        """In what the staged policy differs, where it may be loaded in place."""
+        if not self._may_change_in_place:
+            return None
+        differences = Differences(copies.serving, copies.staged)
+        return differences if differences.is_small else None
+
+    async def _load_paused(
+        self, version: int, copies: PolicyCopies, differences: Differences | None, on_update: OnUpdate
+    ) -> LoadTimes:
         if self.is_asleep:
             raise LoadFailedError(f"version {version} was not loaded: the engine sleeps, and its weights are away")
         began = time.monotonic()
         await self._llm.pause_generation(mode=self._pause_mode(on_update), clear_cache=on_update != "keep")
         paused = time.monotonic()
-        failure = await self._replace_weights(version, copies)
+        failure = await self._replace_weights(version, copies, differences)
         loaded = time.monotonic()
         await self._llm.resume_generation()
         return self._loaded(failure, version, LoadTimes(paused - began, loaded - paused, time.monotonic() - loaded))
@@ -292,15 +308,19 @@ class Engine:
         self._num_restarts += 1
         return "abort"
 
-    async def _replace_weights(self, version: int, copies: PolicyCopies) -> Exception | None:
+    async def _replace_weights(
+        self, version: int, copies: PolicyCopies, differences: Differences | None = None
+    ) -> Exception | None:
         """Load the staged copy, or the serving one again; returns the error that kept the staged one out."""
-        failure = await self._try_weights(copies.staged, str(version))
+        failure: Exception | None = None
+        if differences is None or not await self._is_changed(differences, str(version)):
+            failure = await self._try_weights(copies.staged.update_info(), str(version))
         if failure is None:
             copies.promote()
             self.version = version
             # Salts the prefix cache: a new request never hits blocks computed before this load.
             self._num_loads += 1
-        elif (again := await self._try_weights(copies.serving, str(self.version))) is not None:
+        elif (again := await self._try_weights(copies.serving.update_info(), str(self.version))) is not None:
             raise self._break(f"neither the new weights load ({failure}) nor the old ({again})") from again
         return failure
 
@@ -310,11 +330,25 @@ class Engine:
             raise kind(f"version {version} did not load, version {self.version} serves on: {failure}") from failure
         return times
 
-    async def _try_weights(self, policy: PolicyCopy, version: str) -> Exception | None:
-        """Load a whole policy into the paused engine; returns the error of a failure."""
+    async def _is_changed(self, differences: Differences, version: str) -> bool:
+        """Load differences in place; whether they have made the weights this version's.
+
+        A whole load has to follow the first ones of each kind of tensor. vLLM's process compares the tensors that both
+        have left. If they are not the same, it refuses the next changes.
+        """
+        update = differences.update_info(self._tried_kinds)
+        failure = await self._try_weights(update, version)
+        self._tried_kinds |= differences.kinds
+        if failure is not None:
+            self._may_change_in_place = False
+            log.info("no_changes_in_place", reason=str(failure), detail="policies are loaded whole")
+        return failure is None and update["form"] == "changes"
+
+    async def _try_weights(self, update_info: dict[str, Any], version: str) -> Exception | None:
+        """Load into the paused engine what weights.SharedPolicy describes; returns the error of a failure."""
         try:
             await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(policy.update_info()))
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info))
             await self._llm.finish_weight_update(version)
         except EngineDeadError:
             raise

@@ -1,14 +1,14 @@
-"""The part of a weight update that runs inside vLLM's processes: load the policy that lies in shared memory.
+"""The part of a weight update that runs inside vLLM's processes: load the policy, or changes, from shared memory.
 
 The receiver has checked the digest of its bytes before vLLM is paused.
 """
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -25,6 +25,7 @@ from gspo.common.host.bfloat16_products import use_float32_products
 from gspo.generation.engine.tied_heads import EMBEDDING
 from gspo.generation.engine.worker.direct_writes import DirectWrites
 from gspo.generation.engine.worker.expected_warnings import filter_expected_warnings
+from gspo.generation.engine.worker.in_place import ChangesInPlace
 
 BACKEND = "gspo"
 # The refusal of a policy that is not the whole of the model, in the text that comes out of vLLM's process.
@@ -38,21 +39,25 @@ class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class SharedPolicy(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One whole policy: a file to map, and name, dtype, shape and byte offset of each tensor in it.
+    """A whole policy, or the changes to the one that serves: a file to map, and each tensor in it.
 
-    `absent` describes the tensors that the model folder has beside these.
+    Attributes:
+        tensors: Name, dtype, shape and byte `offset` of each; of changes as `ChangesInPlace.load` takes them.
+        absent: The tensors that the model folder has beside those of a whole policy.
+        form: `whole`; `changes`; or `trial`, changes that a whole load follows.
     """
 
     path: str
     tensors: list[dict[str, Any]]
-    absent: list[dict[str, Any]]
+    absent: list[dict[str, Any]] = field(default_factory=list)
+    form: Literal["whole", "changes", "trial"] = "whole"
 
 
 class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # type: ignore[misc]
-    """Loads checkpoint-format weights from shared memory, layer by layer, into a model that is serving.
+    """Loads checkpoint-format weights from shared memory into a model that is serving.
 
-    vLLM repacks weights after loading, so they cannot be written in place. The layerwise reload puts every layer back
-    into checkpoint form, and repacks it after its last tensor.
+    vLLM repacks weights after loading. The layerwise reload puts every layer back into checkpoint form, and repacks it
+    after its last tensor. Changes can be loaded in place only where nothing is repacked.
     """
 
     init_info_cls = NoInitInfo
@@ -61,6 +66,8 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
     def __init__(self, *arguments: Any) -> None:
         """vLLM calls it when the model is there, before the first request."""
         super().__init__(*arguments)
+        self._changes = ChangesInPlace(self.model)
+        self._is_whole = False
         if not current_platform.is_cpu():
             return
         # vLLM's attention in bfloat16 uses AMX if the CPU has it. Linux gives that to a process at its request alone,
@@ -77,29 +84,40 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
         """Nothing to open."""
 
     def start_weight_update(self) -> None:
-        """Put every layer into the state in which it takes checkpoint tensors."""
+        """Nothing: a whole load and changes begin in different ways."""
+
+    def receive_weights(self, update_info: SharedPolicy) -> None:
+        """Load all tensors. On any error the model is left ready for a whole new load, not serving."""
+        self._is_whole = update_info.form == "whole"
+        if self._is_whole:
+            self._load_policy(update_info)
+        else:
+            tensors = (it | {"name": name} for it in update_info.tensors for name in _names(it["name"], self._is_tied))
+            self._changes.load(update_info.path, tensors, self.device, is_trial=update_info.form == "trial")
+
+    def finish_weight_update(self) -> None:
+        """After a whole load, repack the remaining layers, and bring all back to serving form."""
+        if self._is_whole:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._changes.compare()
+
+    def shutdown(self) -> None:
+        """Nothing to close."""
+
+    def _load_policy(self, update_info: SharedPolicy) -> None:
+        """Put every layer into the state in which it takes checkpoint tensors, and give it those of the policy."""
         if current_platform.is_cpu():
             _forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
-
-    def receive_weights(self, update_info: SharedPolicy) -> None:
-        """Load all tensors of the policy. On any error the model is left ready for a whole new load, not serving."""
         try:
             tensors = _mapped_tensors(update_info.path, update_info.tensors)
             with DirectWrites(self.model):
-                self.model.load_weights(_with_head(tensors, self._is_tied))
+                self.model.load_weights((it, tensor) for name, tensor in tensors for it in _names(name, self._is_tied))
                 _refuse_untouched_layers(self.model)
                 _refuse_missing_tensors(self.model, update_info)
         except BaseException:
             self._abandon()
             raise
-
-    def finish_weight_update(self) -> None:
-        """Repack the remaining layers, and bring all back to serving form."""
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        """Nothing to close."""
 
     @property
     def _is_tied(self) -> bool:
@@ -131,15 +149,12 @@ def _mapped_tensors(path: str, places: list[dict[str, Any]]) -> Iterator[tuple[s
         yield place["name"], flat.reshape(shape)
 
 
-def _with_head(tensors: Iterator[tuple[str, torch.Tensor]], tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Add the output head that a tied policy leaves out.
+def _names(name: str, is_tied: bool) -> tuple[str, ...]:
+    """Under which a tensor is loaded: the embedding of a tied policy is the output head too, which it leaves out.
 
     vLLM keeps a repacked copy of its own for the head; without a tensor it would stay at the old weights.
     """
-    for name, tensor in tensors:
-        yield name, tensor
-        if tied and EMBEDDING.search(name):
-            yield "lm_head.weight", tensor
+    return (name, "lm_head.weight") if is_tied and EMBEDDING.search(name) else (name,)
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:

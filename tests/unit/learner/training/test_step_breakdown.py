@@ -9,7 +9,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from gspo.learner.training.trainer import Trainer
-from tests.gpu.parts.breakdown import _named_modules, host_seconds, seconds_by_part
+from tests.gpu.breakdown import _named_modules, host_seconds, seconds_by_part
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config, make_rows, train, with_version
 

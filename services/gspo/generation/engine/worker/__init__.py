@@ -1,1 +1,1 @@
-"""What runs inside vLLM's processes beside the load of a policy."""
+"""Parts of vLLM's processes that are ours."""

@@ -10,13 +10,8 @@ from torch import Tensor
 
 from gspo.common.weights.fingerprint import (
     COLUMN_FACTORS,
-    FIRST_FACTOR,
-    GOLDEN,
     NUM_COLUMNS,
     ROW_BYTES,
-    SECOND_FACTOR,
-    SPACING,
-    WORD_BYTES,
     Fingerprint,
     check_width,
     row_factors,
@@ -52,27 +47,6 @@ def device_fingerprint(tensor: Tensor, start: int = 0) -> Tensor:
     return (sums * factors_on(tensor.device, COLUMN_FACTORS)).sum(1)
 
 
-def device_fingerprint_change(positions: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """The two lanes of changes, as int64 [2] on their device: added to those of the old tensor, they give the new ones.
-
-    Args:
-        positions: Flat positions in the tensor, int64, each once.
-        new, old: Their elements, of 1, 2 or 4 bytes.
-
-    Raises:
-        ValueError: The elements have another width.
-    """
-    itemsize = check_width(new.element_size())
-    in_word, mask = WORD_BYTES // itemsize, 2 ** (8 * itemsize) - 1
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32}[itemsize]
-    words, places = positions // in_word, positions % in_word
-    difference = (new.view(signed).to(torch.int64) & mask) - (old.view(signed).to(torch.int64) & mask)
-    counters = torch.tensor([[2 * SPACING], [3 * SPACING]], device=positions.device) + words // NUM_COLUMNS
-    columns = factors_on(positions.device, COLUMN_FACTORS)[:, words % NUM_COLUMNS]
-    lanes: Tensor = (_random(counters) * columns * (difference << (8 * itemsize * places))).sum(1)
-    return lanes
-
-
 def check_elements(tensor: Tensor) -> int:
     """Bytes of an element.
 
@@ -92,21 +66,3 @@ def on_host(lanes: Tensor) -> list[Fingerprint]:
 def factors_on(device: torch.device, factors: NDArray[np.uint64]) -> Tensor:
     """Factors as int64, whose products and sums wrap like those of unsigned numbers."""
     return torch.from_numpy(factors.view(np.int64)).to(device)
-
-
-def _random(counters: Tensor) -> Tensor:
-    """As in common/weights/fingerprint.py."""
-    mixed = (counters + 1) * _signed(GOLDEN)
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(FIRST_FACTOR)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(SECOND_FACTOR)
-    return (mixed ^ _shifted(mixed, 31)) | 1
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
-
-
-def _shifted(numbers: Tensor, places: int) -> Tensor:
-    """To the right, filled with zeros."""
-    shifted: Tensor = (numbers >> places) & (2 ** (64 - places) - 1)
-    return shifted

@@ -17,10 +17,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gspo.common.weights.fingerprint import Fingerprint, fingerprint, fingerprint_change
-from gspo.learner.push.device_fingerprint import device_fingerprint, device_fingerprint_change, on_host
+from gspo.common.weights.device_fingerprint import device_fingerprint, on_host
+from gspo.common.weights.fingerprint import Fingerprint, fingerprint
 
-KERNEL = "gspo.learner.push.fingerprint_kernel"
+KERNEL = "gspo.common.weights.fingerprint_kernel"
 DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32, torch.int8: torch.int8}
 # Around a word, a row and a program of the kernel.
 SIZES = (0, 3, 4097, 16 * 4096 + 1)
@@ -77,16 +77,6 @@ def test_whole_tensors_and_the_parts_of_any_cut(form: Form, dtype: torch.dtype) 
         starts = [0, len(tensor) // 3, len(tensor) // 2]
         parts = on_host(form(list(tensor.tensor_split(starts[1:])), starts))
         assert sum(parts, Fingerprint()) == sum_of_parts
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_changes_alone(dtype: torch.dtype) -> None:
-    old, new, positions = random_tensor(dtype, 9001), random_tensor(dtype, 9000), torch.arange(1, 9000, 7)
-    lanes = device_fingerprint_change(positions, new[positions], old[positions])
-    expected = fingerprint_change(
-        positions.numpy(), *(bits(it[positions]).view(f"u{it.itemsize}") for it in (new, old))
-    )
-    assert on_host(lanes[None]) == [expected]
 
 
 def test_what_is_not_contiguous_is_refused(form: Form) -> None:

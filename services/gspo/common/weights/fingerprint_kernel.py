@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gspo.common.weights.device_fingerprint import check_elements, device_fingerprint, factors_on
 from gspo.common.weights.fingerprint import (
     COLUMN_FACTORS,
     FIRST_FACTOR,
@@ -23,7 +24,6 @@ from gspo.common.weights.fingerprint import (
     SPACING,
     WORD_BYTES,
 )
-from gspo.learner.push.device_fingerprint import check_elements, device_fingerprint, factors_on
 
 # Rows of one program: so many that the factors of the columns are read seldom, and so few that all cores have work.
 _ROWS = 16
