@@ -116,6 +116,7 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
                 _refuse_untouched_layers(self.model)
                 _refuse_missing_tensors(self.model, update_info)
         except BaseException:
+            self._changes.forget_trial()
             self._abandon()
             raise
 

@@ -61,11 +61,15 @@ class ChangesInPlace:
         load_checkpoint_weight_patches(self._model, group, validate_unique_indices=False)
         self._tried = _fingerprints(self._model) if is_trial else None
 
+    def forget_trial(self) -> None:
+        """The whole load after a trial has failed, so there is nothing to compare."""
+        self._tried = None
+
     def compare(self) -> None:
         """A whole load has ended; if a trial came before it, both must have left the same tensors."""
         if self._tried is not None:
             tried, whole = self._tried, _fingerprints(self._model)
-            self._tried = None
+            self.forget_trial()
             self._refuted = next((it for it in {**tried, **whole} if tried.get(it) != whole.get(it)), "")
 
 

@@ -108,6 +108,9 @@ def test_after_a_good_trial_changes_give_the_weights_of_a_whole_load(
     model, expected = FusedModel(derives=False), FusedModel(derives=False)
     model.load_whole(policy(0))
     changes = ChangesInPlace(model)
+    load(changes, update(copies, policy(2)))
+    changes.forget_trial()
+    changes.compare()
     trial = update(copies, policy(1))
     assert trial["form"] == "trial"
     load(changes, trial)
