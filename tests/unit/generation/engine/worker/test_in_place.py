@@ -110,6 +110,7 @@ def test_after_a_good_trial_changes_give_the_weights_of_a_whole_load(
     changes = ChangesInPlace(model)
     load(changes, update(copies, policy(2)))
     changes.forget_trial()
+    model.load_whole(policy(0))
     changes.compare()
     trial = update(copies, policy(1))
     assert trial["form"] == "trial"
