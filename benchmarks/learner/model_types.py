@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from gspo.common.errors import InputError
-from gspo.common.model.files import causal_model_types
+from gspo.common.model.files import causal_models
 from gspo.learner.model.attention import has_own_attention
 from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.network import PolicyModel, can_be_packed, load_policy_model
@@ -286,7 +286,7 @@ def examine_all(kinds: Sequence[str] = ()) -> list[ModelVerdict]:
     """The verdict of every model type that the learner takes, or of these."""
     torch.set_num_threads(1)
     verdicts = []
-    for kind in kinds or sorted(causal_model_types()):
+    for kind in kinds or sorted(causal_models()):
         with tempfile.TemporaryDirectory() as folder, quiet():
             verdicts.append(examine(kind, Path(folder)))
         print(verdicts[-1].row(), flush=True)

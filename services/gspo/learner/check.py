@@ -27,12 +27,11 @@ from gspo.common.model.files import (
     ALL_LINEAR,
     FUSED,
     ModelFiles,
-    causal_model_types,
     check_positions,
     is_stacked,
     model_folder,
     read_model_files,
-    refuse_media_model,
+    refuse_other_model,
     refuse_quantized,
 )
 from gspo.common.model.heads import heads_divide, shares_lines
@@ -94,7 +93,7 @@ def check_training(config: Config) -> None:
 
 
 def _check_model(config: Config, folder: Path, files: ModelFiles) -> None:
-    _check_kind(config, files.config)
+    refuse_other_model(config.model.path, files.config, trust_remote_code=config.model.trust_remote_code)
     _check_shared_lines(config.learner, files.config)
     _check_lengths(config)
     check_positions(config, folder)
@@ -138,20 +137,6 @@ def _check_lengths(config: Config) -> None:
             "learner.micro_batch_tokens",
             f"{config.micro_batch_tokens} is less than the longest rollout, {keys} = {whole} tokens",
             f"Set it to at least {whole}, or lower algorithm.{keys.replace(' +', ' or')}",
-        )
-
-
-def _check_kind(config: Config, model: Mapping[str, Any]) -> None:
-    kind = model.get("model_type")
-    if "auto_map" in model and config.model.trust_remote_code:
-        return  # a model that brings its own code
-    refuse_media_model(config.model.path, model)
-    if kind not in causal_model_types():
-        raise InputError(
-            "model.path",
-            f"{config.model.path} is a model of type {kind!r}, which the installed transformers does not know as a "
-            "causal language model",
-            "Take another model, or a newer transformers; set model.trust_remote_code where it comes with Python code",
         )
 
 

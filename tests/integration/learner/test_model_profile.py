@@ -16,6 +16,7 @@ from gspo.common.errors import InputError
 from gspo.common.model.files import read_model_files
 from gspo.common.model.trained_parameters import num_trained
 from gspo.common.planning.model_profile import ModelProfile, profile_model
+from gspo.learner.model import profile as counting
 from gspo.learner.model.attention import attend_to, attention_name
 from gspo.learner.model.flop_counts import count_flops
 from gspo.learner.model.network import EXPERTS
@@ -80,6 +81,28 @@ def test_a_model_whose_lines_no_ranks_share(tmp_path: Path, profile: ModelProfil
     assert (with_sinks.can_share(1), with_sinks.can_share(2), profile.can_share(2)) == (True, False, True)
 
 
+def test_a_model_without_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile of Mamba takes some of its tokens alone, which it computes one after another."""
+    monkeypatch.setattr(counting, "_SCANNED_TOKENS", (8, 16))
+    causal_lm = tiny_model("mamba")
+    causal_lm.config.save_pretrained(tmp_path)
+    counted = counting.profile(tmp_path)
+    assert (counted.num_heads, counted.num_kv_heads, counted.num_kv) == (0, 1, 1)
+    assert counted.flops == count_flops(causal_lm)
+    assert counted.flops.attention == {}
+    fixed, a_token = counted.saved_bytes["float32"]
+    assert _saved_bytes(causal_lm.train(), torch.float32, 24) == fixed + 24 * a_token
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "deepseek_v3", "mamba2"])
+def test_one_of_equal_layers_stands_for_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    causal_lm = tiny_model(kind).train()
+    attend_to(None)
+    counted = _saved_bytes(causal_lm, torch.bfloat16, 64)
+    monkeypatch.setattr(counting, "_kind", id)
+    assert counted == _saved_bytes(causal_lm, torch.bfloat16, 64)
+
+
 def test_a_profile_survives_its_text(profile: ModelProfile) -> None:
     assert ModelProfile.from_json(profile.to_json()) == profile
     for line in ("", "[]", "{}", profile.to_json()[:-1], '{"flops": {}}'):
@@ -102,7 +125,8 @@ def test_a_profile_is_counted_once(folder: Path, cache: Path, profile: ModelProf
     ("text", "message"),
     [
         (None, "has no config.json"),
-        ('{"model_type": "nonsense"}', "makes no causal language model of its config.json .*nonsense"),
+        ('{"model_type": "nonsense"}', "is a model of type 'nonsense', which the installed transformers does not know"),
+        ('{"model_type": "bert", "hidden_size": 24, "is_decoder": true}', "changes its logits after the output layer"),
         ('{"model_type": "gpt2", "n_layer": 0, "n_embd": 12, "vocab_size": 9}', "ValueError: it has no layers"),
         ('{"model_type": "gpt2", "n_embd": "big"}', r"config.json .* Field 'n_embd' expected int, got str"),
         ('{"model_type": "mpt", "n_heads": 3}', r"its config.json \((?!.*File )\w+Error: "),

@@ -142,6 +142,15 @@ def test_a_model_for_images_is_refused_by_that_reason_also_by_a_plan(folder: Pat
             profile_model(folder)
 
 
+def test_a_model_that_writes_no_text_is_refused_also_by_a_plan(folder: Path) -> None:
+    edit(folder / "config.json", architectures=["Qwen3ForSequenceClassification"])
+    error = refused(folder)
+    assert "is a Qwen3ForSequenceClassification (architectures of its config.json), which writes no text" in error.rule
+    assert error.fix == "Take the model whose class is Qwen3ForCausalLM"
+    with pytest.raises(InputError, match="writes no text"):
+        profile_model(folder)
+
+
 def lora(*names: str) -> dict[str, Any]:
     return {"lora": {"rank": 4, "target_modules": list(names)}}
 

@@ -1,5 +1,6 @@
 """The arguments of `gspo plan`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -98,7 +99,7 @@ def plan(
         results=rates,
         trust_remote_code=trust_remote_code,
     )
-    planned = make_plan(request)
+    planned = make_plan(request, lambda text: print(text, file=sys.stderr))
     if write is not None:
         write_plan(planned, write)
     print(plan_json(planned)) if as_json else print_plan(planned, Console())

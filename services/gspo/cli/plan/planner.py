@@ -1,7 +1,9 @@
 """Makes the plan of a model on GPUs: a configuration and its costs, or a refusal by the shortages of the nearest."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,11 @@ _K = 1024
 _LEAST_CONTEXT = 8
 
 
-def make_plan(request: PlanRequest) -> Planned:
+def make_plan(request: PlanRequest, note: Callable[[str], None] = lambda _: None) -> Planned:
     """Find the plan of a request.
+
+    Args:
+        note: Called with a sentence before a count, which takes seconds.
 
     Raises:
         InputError: The model or the GPU is unknown, the context too long, or nothing fits: then with everything that
@@ -41,9 +46,10 @@ def make_plan(request: PlanRequest) -> Planned:
     gpu = find_kind(request.gpu, request.gpu_gb)
     rates = rates_of(gpu, request.results)
     refuse_quantized(str(request.model), read_model_config(request.model))
-    profile = profile_model(request.model, trust_remote_code=request.trust_remote_code)
+    count = partial(profile_model, trust_remote_code=request.trust_remote_code, note=note)
+    profile = count(request.model)
     if request.teacher is not None:
-        profile = replace(profile, teacher=profile_model(request.teacher, trust_remote_code=request.trust_remote_code))
+        profile = replace(profile, teacher=count(request.teacher))
     request = replace(request, context=context_of(request, profile))
     check_means(request)
     choice = choice_of(request, profile, gpu)

@@ -35,6 +35,8 @@ _PICKLED_BYTES = 2
 _EMBEDDING, _WEIGHT = "embed_tokens.weight", ".weight"
 # safetensors' word.
 _BFLOAT16 = "BF16"
+# Ends of the names of classes with an output layer over the vocabulary.
+_WRITES_TEXT = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 # peft's word for every linear layer but the output.
 ALL_LINEAR = "all-linear"
 # Embeddings and the output layer.
@@ -211,8 +213,8 @@ def is_fused(layer: str) -> bool:
 
 
 @cache
-def causal_model_types() -> frozenset[str]:
-    """The model types that transformers loads as causal language models, read from its source: an import takes seconds.
+def causal_models() -> Mapping[str, str]:
+    """Model type -> class that transformers loads as causal language models, by its source: an import takes seconds.
 
     ModuleNotFoundError without transformers.
     """
@@ -223,22 +225,37 @@ def causal_model_types() -> frozenset[str]:
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES":
             assert isinstance(node.value, ast.Call)  # noqa: S101 - OrderedDict([(type, class), ...])
-            return frozenset(kind for kind, _ in ast.literal_eval(node.value.args[0]))
+            return dict(ast.literal_eval(node.value.args[0]))
     raise LookupError("transformers keeps its causal language models elsewhere")
 
 
-def refuse_media_model(model: str, facts: Mapping[str, Any]) -> None:
-    """Refuse a model that reads images or sound, and that transformers loads as no causal model of text.
+def refuse_other_model(model: str, facts: Mapping[str, Any], *, trust_remote_code: bool) -> None:
+    """Refuse a model of another task than text in causal order; one that brings its own code passes.
 
     Raises:
-        InputError: Names its type, by its config.json.
+        InputError: Names its type or its classes, by its config.json.
     """
+    if "auto_map" in facts and trust_remote_code:
+        return
     kind = facts.get("model_type")
+    known = causal_models().get(kind) if isinstance(kind, str) else None
     parts = [facts, *(part for part in facts.values() if isinstance(part, dict))]
     has_media = any(isinstance(part.get(f"{sense}_config"), dict) for part in parts for sense in ("vision", "audio"))
-    if has_media and kind not in causal_model_types():
+    if has_media and known is None:
         rule = f"{model} is a model of type {kind!r} for images or sound beside text, and gspo trains text alone"
         raise InputError("model.path", rule, "Take a model of text, such as Qwen3")
+    if known is None:
+        raise InputError(
+            "model.path",
+            f"{model} is a model of type {kind!r}, which the installed transformers does not know as a "
+            "causal language model",
+            "Take another model, or a newer transformers; set model.trust_remote_code where it comes with Python code",
+        )
+    classes = facts.get("architectures")
+    names = [str(name) for name in classes] if isinstance(classes, list) else []
+    if names and not any(name.endswith(_WRITES_TEXT) or name in causal_models().values() for name in names):
+        rule = f"{model} is a {', '.join(names)} (architectures of its config.json), which writes no text"
+        raise InputError("model.path", rule, f"Take the model whose class is {known}")
 
 
 def refuse_quantized(model: str, facts: Mapping[str, Any]) -> None:

@@ -6,15 +6,16 @@ import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from gspo.common.config.engines import SPREAD_STAGE
-from gspo.common.errors import InputError
+from gspo.common.errors import EXIT_BAD_INPUT, InputError
 from gspo.common.host.module_command import module_command
-from gspo.common.model.files import read_model_config, refuse_media_model
+from gspo.common.model.files import read_model_config, refuse_other_model
 from gspo.common.model.heads import heads_divide
 from gspo.common.planning.flops import ModelFlops
 
@@ -37,8 +38,9 @@ class ModelProfile:
         largest_weight: The parameters of the largest tensor, such as a vocabulary or all experts of a layer.
         flops: Operations of the whole model, all of it trained.
         vocabulary, width: Rows and columns of the output layer.
-        num_kv: Keys and values that one token leaves in the cache, over all layers.
-        num_heads, num_kv_heads: Heads of queries, and of keys and values (1 under multi-head latent attention).
+        num_kv: Keys and values that one token leaves in the cache, over all layers; 1 without attention.
+        num_heads, num_kv_heads: Heads of queries, and of keys and values (1 under multi-head latent attention). 0
+            and 1 without attention.
         num_adapted: Parameters of adapters (LoRA) of all linear layers, for each of their rank.
         max_positions: Longest sequence that the model reads; 0 if config.json has none.
         saved_bytes: Bytes that the forward pass saves for the backward pass, without gradient checkpointing and
@@ -107,22 +109,28 @@ class ModelProfile:
             raise ValueError(f"{line[:80]!r} is no profile") from error
 
 
-def profile_model(folder: Path, *, trust_remote_code: bool = False) -> ModelProfile:
+def profile_model(
+    folder: Path, *, trust_remote_code: bool = False, note: Callable[[str], None] = lambda _: None
+) -> ModelProfile:
     """The profile of a folder in which config.json is enough.
 
     Torch counts it in a process of its own, in seconds. The result is kept in the user's cache, for the same
     config.json and the same code.
 
+    Args:
+        note: Called with a sentence before a count.
+
     Raises:
-        InputError: The folder has no config.json, or transformers cannot make its model.
+        InputError: The folder has no config.json, transformers cannot make its model, or a run would refuse it.
     """
     config = folder / "config.json"
     if not config.is_file():
         raise InputError(str(folder), "has no config.json", "Give a folder with the config.json of a model")
-    refuse_media_model(str(folder), read_model_config(folder))
+    refuse_other_model(str(folder), read_model_config(folder), trust_remote_code=trust_remote_code)
     kept = None if trust_remote_code else _cache_file(config.read_bytes())
     if kept is not None and (profile := _read(kept)):
         return profile
+    note(f"counting the sizes of {folder} by its config.json, which takes seconds and is kept for the next time")
     line = _count(folder, trust_remote_code)
     profile = ModelProfile.from_json(line)
     if kept is not None:
@@ -161,6 +169,8 @@ def _count(folder: Path, trust_remote_code: bool) -> str:
         rule = f"the count of this model took more than {_LIMIT_S:g} s"
         raise InputError(str(folder), rule, "Try again on a machine that is less busy") from error
     lines = done.stdout.splitlines()
+    if done.returncode == EXIT_BAD_INPUT and lines:
+        raise InputError(*json.loads(lines[-1]))
     if done.returncode or not lines:
         reason = " ".join(_error_lines(done.stderr))
         rule = f"transformers makes no causal language model of its config.json ({reason})"

@@ -58,7 +58,8 @@ def _shape(parameter: Tensor) -> Any:
 
 def _attention(text: Any) -> Mapping[int, float]:
     """ModelFlops.attention, by the configuration; layers that recur have none."""
-    heads = text.num_attention_heads
+    if not (heads := getattr(text, "num_attention_heads", 0)):
+        return {}
     head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
     key = value = head_width
     if getattr(text, "kv_lora_rank", None):  # multi-head latent attention

@@ -284,7 +284,7 @@ def _load_causal_lm(folder: Path, config: Config, spreading: Spreading | None) -
                 causal_lm = _from_pretrained(folder, config, OWN_ATTENTION, spreading)
             log.info("own_attention", model=type(causal_lm).__name__, reason=reason, effect="rollouts are padded")
         with whole_where_used(causal_lm, whole):
-            _refuse_changed_logits(causal_lm, folder, whole)
+            refuse_changed_logits(causal_lm, folder, whole)
             _refuse_lookahead(causal_lm, folder)
     except _TRIAL_ERRORS as error:
         raise InputError(
@@ -393,7 +393,12 @@ def is_product(module: nn.Module, weight: nn.Parameter, vocabulary: int) -> bool
 
 
 @torch.no_grad()
-def _refuse_changed_logits(causal_lm: PreTrainedModel, folder: Path, whole: Whole) -> None:
+def refuse_changed_logits(causal_lm: PreTrainedModel, folder: Path, whole: Whole) -> None:
+    """Refuse a model whose logits are not the product of its hidden states and its output layer.
+
+    Raises:
+        InputError: Names the model's class.
+    """
     token_S = torch.arange(8, device=causal_lm.device) % causal_lm.config.get_text_config().vocab_size
     head_VD = causal_lm.get_output_embeddings().weight
     hidden_RSD, theirs = hidden_states(causal_lm, token_S[None], None), causal_lm(input_ids=token_S[None]).logits
