@@ -210,11 +210,17 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(str(out), "exists and is not an empty folder", "Name a new one; nothing is overwritten")
     target = Path(os.path.realpath(out))  # a link stays, and a folder takes no link's place
+    if target.is_symlink():
+        raise InputError(str(out), "is a link that leads back to itself", "Remove it, or name another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.parent / f".{target.name}.tmp"
     shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(source, scratch)
-    scratch.replace(target)
+    try:
+        shutil.copytree(source, scratch)
+        scratch.replace(target)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     loader = "peft's PeftModel" if adapter else "AutoModelForCausalLM"
     Console().print(f"{out}: load it with {loader}.from_pretrained", highlight=False)
 

@@ -162,13 +162,17 @@ def _ask(run: Path | None, question: Callable[[Redis, Keys], Awaitable[T]]) -> T
     Raises:
         InputError: There is no such run, or its Redis does not answer.
     """
-    from gspo.cli.rundir.open_run import connect_once, open_run  # here: every `gspo --help` imports this module
+    # here: every `gspo --help` imports this module
+    from gspo.cli.rundir.open_run import connect_once, open_run
+    from gspo.cli.rundir.start import completion
 
     opened = open_run(run)
     if opened.redis_url is None:
-        raise InputError(
-            str(opened.run_dir), "is not running, and its dead letters are in its Redis", "Resume it, then ask again"
-        )
+        if reason := completion(opened.run_dir):
+            rule = f"has finished ({reason}), and its dead letters have ended with its Redis"
+            raise InputError(str(opened.run_dir), rule, "There is nothing to put back: ask while a run trains")
+        rule = "is not running, and its dead letters are in its Redis"
+        raise InputError(str(opened.run_dir), rule, "Resume it, then ask again")
 
     async def answer(redis_url: str) -> T:
         async with connect_once(redis_url, opened.config) as redis:

@@ -63,24 +63,38 @@ def write_example(folder: Path, model: str) -> tuple[list[Path], list[str]]:
     """
     local = _local_model(model)
     hub_notes = _ask_hub(model) if local is None and model != TINY else []
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in _FILES]
     linked = [folder / _MODEL] if local or model == TINY else []
     if taken := [path for path in (*paths, *linked) if path.exists() and path.resolve() != local]:
         raise InputError(str(taken[0]), "exists already", "Name another folder; nothing is overwritten")
-    config, reward, prompts, held_out = paths
+    try:
+        return paths, _write_files(folder, model, local) + hub_notes
+    except BaseException:  # a full disk or Ctrl-C: half an example would be in the next one's way
+        for path in (folder,) if is_new else (*paths, *linked):
+            if path.is_dir() and path.resolve() != local:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.is_file():
+                path.unlink()
+        raise
+
+
+def _write_files(folder: Path, model: str, local: Path | None) -> list[str]:
+    """Write the files, and return notes for the user."""
+    config, reward, prompts, held_out = (folder / name for name in _FILES)
     if model == TINY:
         _copy_cold_start(folder)
         path, notes = _MODEL, [f"\n{folder / _MODEL}: adds two numbers below 50, and three of ten answers are right"]
     else:
-        path, notes = _beside(folder, local) if local else (model, hub_notes)
+        path, notes = _beside(folder, local) if local else (model, [])
         problems = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT)]
         random.Random(0).shuffle(problems)  # noqa: S311 - the same example for everyone, not a secret
         _write_problems(prompts, problems[:_NUM_PROMPTS])
         _write_problems(held_out, problems[_NUM_PROMPTS : _NUM_PROMPTS + _NUM_HELD_OUT])
     config.write_text(_config_text(folder, path, _TINY_SIZES if model == TINY else _SIZES))
     reward.write_text((_TEMPLATES / "example_reward.txt").read_text())
-    return paths, notes
+    return notes
 
 
 def _local_model(model: str) -> Path | None:

@@ -149,8 +149,10 @@ def _read(key: str, paths: Sequence[Path], source: Source) -> _Data:
     # Types that several sources share may name columns of one of them.
     if key == source.key("prompts") and ("types" in source.own or not source.name):
         for name in sorted(reader.unused_types):
-            rule = f"has no effect, for no row of {key} has a column '{name}'"
-            warn(f"{source.key('types')}.{name}: {rule}. {nearest(name, names)}")
+            rule = f"no row of {key} has a column '{name}'. {nearest(name, names)}"
+            if name in names:
+                rule = f"column '{name}' of {key} has no bytes, for which base64 is. Leave it out"
+            warn(f"{source.key('types')}.{name}: has no effect, for {rule}")
     for mistake in survey.mistakes(prompt_column=source.prompt_column):
         warn(f"{key}: {mistake}")
     if conflicts.rows.count:

@@ -418,6 +418,33 @@ def test_export_fills_what_a_link_names(gspo: Call, tmp_path: Path, exists: bool
     assert (tmp_path / "out").is_symlink() and (tmp_path / "there" / "config.json").is_file()
 
 
+def test_an_export_that_ends_early_leaves_nothing(gspo: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    (tmp_path / "loop").symlink_to("loop")
+    code, _, errors = gspo("export", tmp_path, tmp_path / "loop")
+    assert (code, "loop: is a link that leads back to itself" in errors) == (2, True)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    assert gspo("export", tmp_path, tmp_path / "out")[0] == 130
+    assert {path.name for path in tmp_path.iterdir()} == {"export", "loop"}
+
+
+def test_dead_letters_of_a_finished_run_are_gone(gspo: Call, tmp_path: Path, config: Config) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "step-000004.parquet").touch()
+    write_config(config, tmp_path / "config.yaml")
+    (tmp_path / "environment.json").write_text("{}")
+    assert "Resume it, then ask again" in gspo("deadletter", "list", "--run", tmp_path)[2]
+    summary = {"steps": 4, "end_reason": "total_steps 4 reached", "end": "completed"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    code, _, errors = gspo("deadletter", "list", "--run", tmp_path)
+    assert (code, "has finished (total_steps 4 reached), and its dead letters have ended" in errors) == (2, True)
+
+
 def test_export_of_the_adapters_alone(gspo: Call, tmp_path: Path) -> None:
     for name in ("export", "best"):
         (tmp_path / name).mkdir()

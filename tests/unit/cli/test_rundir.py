@@ -204,6 +204,15 @@ def test_the_models_of_a_run_without_log_and_checkpoints_are_not_removed(
     assert decide_start(file, resume=False).clear
 
 
+def test_a_file_in_a_folder_s_place_is_not_removed(tmp_path: Path, raw_config: dict[str, Any]) -> None:
+    file = write(tmp_path / "config.yaml", raw_config)
+    run_dir = started(file, trained=False).run_dir
+    (run_dir / "log").symlink_to("/nowhere/log")
+    for target, resume in ((file, False), (file, True), (run_dir, True)):
+        with pytest.raises(InputError, match=f"^{run_dir}/log: is a folder in a run directory, and is none here"):
+            decide_start(target, resume=resume)
+
+
 @pytest.mark.parametrize("content", [b"[1]", b"\xff", b"\0\0"])
 def test_a_damaged_record_of_a_supervisor_is_none(tmp_path: Path, content: bytes) -> None:
     with lock_run_dir(tmp_path):

