@@ -5,7 +5,8 @@ gspo_core computes it, from plain numbers that the learner reads here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -30,6 +31,7 @@ from gspo.common.config.presets import (
     PRODUCT_BOUNDS,
     filled_from_preset,
 )
+from gspo.common.errors import ConfigError
 
 RewardNorm = Literal["group", "batch", "running", "leave_one_out"]
 _KL_LOSS = Owner("algorithm.use_kl_loss: true", attrgetter("use_kl_loss"), switch="use_kl_loss")
@@ -228,126 +230,107 @@ class AlgorithmConfig(Section):
         """As in Section: that of the preset, or of a loss of one's own."""
         return getattr(type(self).model_validate({"preset": self.preset, "loss": self.loss.model_dump()}), key)
 
-    @model_validator(mode="after")
-    def _clip_is_set_one_way(self) -> AlgorithmConfig:
+    def problems(self) -> Iterator[ConfigError]:
+        of_update = chain(self._objective_problems(), self._reward_problems())
+        return chain(of_update, self._correction_problems(), self._other_problems())
+
+    def _objective_problems(self) -> Iterator[ConfigError]:
         if self.pg_clip is not None and (self.pg_clip_low is not None or self.pg_clip_high is not None):
-            raise self.wrong(
+            yield self.wrong(
                 "pg_clip", "sets both sides, and pg_clip_low or pg_clip_high is set too", "Keep one of the two ways"
             )
         if self.dual_clip is not None and self.dual_clip <= 1:
-            raise self.wrong("dual_clip_loss", "as c must be above 1", "Set a larger one, true or false")
-        return self
-
-    @model_validator(mode="after")
-    def _objective_fits_its_ratio(self) -> AlgorithmConfig:
+            yield self.wrong("dual_clip_loss", "as c must be above 1", "Set a larger one, true or false")
         if self.objective != "clip" and self.dual_clip is not None:
-            raise self.wrong(
+            yield self.wrong(
                 "dual_clip_loss",
                 f"bounds the clipped ratio, and objective: {self.objective} has bounds of its own",
                 "Leave it out, or set objective: clip",
             )
         if not self.bounds_divergence:
-            return self
+            return
         if self.importance_sampling != "token":
-            raise self.wrong(
+            yield self.wrong(
                 "objective",
                 f"bounds how far single tokens move, and importance_sampling is {self.importance_sampling}",
                 "Set importance_sampling: token",
             )
         if self.old_logprobs != "inference":
-            raise self.wrong(
+            yield self.wrong(
                 "objective",
                 "measures from the policy that sampled, and old_logprobs: recompute puts a later one in its place",
                 "Set old_logprobs: inference",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _rewards_have_one_norm(self) -> AlgorithmConfig:
+    def _reward_problems(self) -> Iterator[ConfigError]:
         if self.reward_shift and self.reward_scale:
-            raise self.wrong(
+            yield self.wrong(
                 "reward_shift", "with reward_scale: true is both 'only'", "Leave both out to shift and scale"
             )
         norm = ESTIMATOR_NORMS.get(self.adv_estimator, self.reward_norm)
         if self.reward_norm != norm:
-            raise self.wrong(
+            yield self.wrong(
                 "reward_norm",
                 f"contradicts adv_estimator: {self.adv_estimator}, which means {norm}",
                 "Leave reward_norm out, or set adv_estimator: reinforce",
             )
         key = "reward_shift" if self.reward_shift else "reward_scale"
         if getattr(self, key) and self.reward_norm is None:
-            raise self.wrong(key, "needs moments, and reward_norm is null", "Set it to group, batch or running")
+            yield self.wrong(key, "needs moments, and reward_norm is null", "Set it to group, batch or running")
         if getattr(self, key) and self.reward_norm == "leave_one_out":
-            raise self.wrong(
+            yield self.wrong(
                 key,
                 "changes the meaning of moments, and reward_norm leave_one_out only subtracts a mean",
                 "Leave it out",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_can_be_compared(self) -> AlgorithmConfig:
         if self.num_return_sequences_in_group > 1:
-            return self
+            return
         if self.reward_norm in ("group", "leave_one_out"):
-            raise self.wrong(
+            yield self.wrong(
                 "num_return_sequences_in_group",
                 "leaves nothing to compare within a group: every advantage would be 0",
                 "Set at least 2, or adv_estimator: reinforce with another reward_norm",
             )
         if self.filter_zero_spread:
-            raise self.wrong(
+            yield self.wrong(
                 "filter_zero_spread",
                 "drops every group where num_return_sequences_in_group is 1, since one reward has no spread",
                 "Set at least 2, or leave filter_zero_spread out",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _correction_has_something_to_correct(self) -> AlgorithmConfig:
+    def _correction_problems(self) -> Iterator[ConfigError]:
         if self.behavior_correction == "truncate" and self.old_logprobs != "recompute":
-            raise self.wrong(
+            yield self.wrong(
                 "behavior_correction",
                 "weights by recomputed log-probs over the engine's, and that weight is the ratio under inference",
                 "Set old_logprobs: recompute, or objective: cispo, whose clip truncates it",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _product_is_bounded(self) -> AlgorithmConfig:
         if self.behavior_level != "product" or self.behavior_bounds is None:
-            return self
+            return
         lowest, highest = PRODUCT_BOUNDS
         low, high = self.behavior_bounds
         if low < lowest:
-            raise self.wrong(
+            yield self.wrong(
                 "behavior_low",
                 f"is below {lowest:g}, and behavior_level: product gives long answers weights that small",
                 f"Set it to at least {lowest:g}, or set behavior_level: geometric",
             )
         if high > highest:
-            raise self.wrong(
+            yield self.wrong(
                 "behavior_high",
                 f"is above {highest:g}, and behavior_level: product gives long answers weights that large",
                 f"Set it to at most {highest:g}, or set behavior_level: geometric",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _truncated_answers_are_masked_one_way(self) -> AlgorithmConfig:
+    def _other_problems(self) -> Iterator[ConfigError]:
         if self.mask_truncated and self.mask_truncated_completions:
-            raise self.wrong(
+            yield self.wrong(
                 "mask_truncated_completions",
                 "keeps the rewards of truncated answers, and mask_truncated: true leaves them out",
                 "Leave one of the two out",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _routing_can_be_replayed(self) -> AlgorithmConfig:
         if self.routing_replay == "engine":
-            raise self.wrong(
+            yield self.wrong(
                 "routing_replay",
                 "needs the engine's experts. vLLM's enable_return_routed_experts needs Model Runner V2, and that needs "
                 "Triton. It returns experts only with a finished request, and rollouts go on over pushes of new "
@@ -355,35 +338,30 @@ class AlgorithmConfig(Section):
                 "Set it to learner, which replays the experts of the step's first weights",
             )
         if self.routing_replay == "learner" and self.old_logprobs != "recompute":
-            raise self.wrong(
+            yield self.wrong(
                 "routing_replay",
                 "replays the experts behind the old log-probs, and under old_logprobs: inference these are the "
                 "engine's, with experts that the learner does not know",
                 "Set old_logprobs: recompute, or routing_replay: none",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> AlgorithmConfig:
         if self.num_rollouts < self.num_mini_batches:
-            raise self.wrong(
+            yield self.wrong(
                 "num_mini_batches",
                 f"is more than the {self.num_rollouts} rollouts of a step, and each needs one",
                 "Lower it",
             )
         if self.rollout_length is not None and self.rollout_length < self.longest_branch:
-            raise self.wrong(
+            yield self.wrong(
                 "rollout_length",
                 f"is less than one branch may have, prompt_length + response_length = {self.longest_branch}",
                 f"Set at least {self.longest_branch}, or leave it out",
             )
         if self.overlong_buffer is not None and self.overlong_buffer > self.response_length:
-            raise self.wrong(
+            yield self.wrong(
                 "overlong_buffer",
                 f"is longer than response_length {self.response_length}, at whose end it lies",
                 "Lower it",
             )
-        return self
 
     @property
     def longest_branch(self) -> int:

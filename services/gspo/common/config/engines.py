@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints
 
 from gspo.common.config.fields import FIXED, ON_GPUS, ON_RESUME, FilePath, FreeMapping, Owner, Section
+from gspo.common.errors import ConfigError
 
 # On two cores 2048 took 0.6 of the time of 8192 for answers of mixed lengths: it stays in the cache.
 MICRO_BATCH_TOKENS = 2048
@@ -52,10 +53,9 @@ class SamplingConfig(Section):
     )
     stop: tuple[StopString, ...] = Field((), description="Strings that end an answer; their tokens are the policy's")
 
-    @model_validator(mode="after")
-    def _sets_are_small(self) -> SamplingConfig:
+    def problems(self) -> Iterator[ConfigError]:
         if self.top_k not in (-1, 0) and not LEAST_TOP_K <= self.top_k <= MOST_TOP_K:
-            raise self.wrong(
+            yield self.wrong(
                 "top_k",
                 f"must be {LEAST_TOP_K} to {MOST_TOP_K}: one token leaves nothing to learn, and the ids of all that "
                 "are kept travel with each token",
@@ -63,13 +63,12 @@ class SamplingConfig(Section):
             )
         for key, off in (("top_p", 1.0), ("min_p", 0.0)):
             if getattr(self, key) != off and not self.cuts:
-                raise self.wrong(
+                yield self.wrong(
                     key,
                     "cuts the distribution to any number of tokens. The learner needs the ids of all of them for its "
                     "log-probs over the same set, or the ratio would be biased",
                     f"Set sampling.top_k too, up to {MOST_TOP_K}, or {key}: {off:g}",
                 )
-        return self
 
     @property
     def cuts(self) -> bool:

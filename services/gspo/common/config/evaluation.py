@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from gspo.common.config.engines import Temperature
 from gspo.common.config.fields import FIXED, ON_RESUME, FilePath, Owner, RunName, Section
@@ -169,11 +169,9 @@ class OwnRule(Section):
         rule = "is not a figure of a step (docs/metrics.md lists them)"
         raise ConfigError("", figure, rule, nearest(figure, sorted({*FIGURES, *MEASURED_FIGURES})))
 
-    @model_validator(mode="after")
-    def _has_one_bound(self) -> OwnRule:
+    def problems(self) -> Iterator[ConfigError]:
         if (self.above is None) == (self.below is None):
-            raise ConfigError("", NO_VALUE, "needs one bound", "Set either above or below")
-        return self
+            yield ConfigError("", NO_VALUE, "needs one bound", "Set either above or below")
 
 
 class BoundsConfig(Section):

@@ -259,6 +259,16 @@ class Section(BaseModel):
                 raise self.wrong(key, owner.rule, owner.fix)
         return self
 
+    def problems(self) -> Iterator[ConfigError]:
+        """The rules that its keys break together; the first one refuses the section."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _has_no_problem(self) -> Self:
+        if problem := next(self.problems(), None):
+            raise problem
+        return self
+
     @model_serializer(mode="wrap")
     def _of_its_kind(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """The keys that have an effect: a stored run has no others."""

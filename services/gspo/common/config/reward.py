@@ -6,13 +6,13 @@ They hold limits, the registry of functions, and the tools of an environment.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from gspo.common.config.fields import (
     FIXED,
@@ -153,12 +153,10 @@ class RewardFunction(CodeSection):
         (), description="Further files and folders that its code may read and import"
     )
 
-    @model_validator(mode="after")
-    def _is_something(self) -> RewardFunction:
+    def problems(self) -> Iterator[ConfigError]:
         if not self.used:
             fix = "Set path, builtin, url, or the name of a registered function"
-            raise ConfigError("path", NO_VALUE, "is missing", fix)
-        return self
+            yield ConfigError("path", NO_VALUE, "is missing", fix)
 
 
 class RegistryQuotas(Section):
@@ -345,24 +343,22 @@ class EnvironmentConfig(CodeSection):
             names.add(name)
         return tools
 
-    @model_validator(mode="after")
-    def _tools_are_somebodys(self) -> EnvironmentConfig:
+    def problems(self) -> Iterator[ConfigError]:
         names = [tool for tool in self.tools if isinstance(tool, str)]
         if self.builtin == "tools" and len(names) < max(1, len(self.tools)):
-            raise ConfigError(
+            yield ConfigError(
                 "tools",
                 NO_VALUE,
                 "the built-in environment answers calls of built-in tools alone",
                 f"List names of {', '.join(BUILTIN_TOOLS)}",
             )
         if names and self.builtin is None:
-            raise ConfigError(
+            yield ConfigError(
                 "tools",
                 NO_VALUE,
                 f"'{names[0]}' is a built-in tool, and an environment of yours answers its own",
                 "Describe its tools, or set environment.builtin: tools",
             )
-        return self
 
 
 def _host_label(url: str | None) -> str:

@@ -5,12 +5,12 @@ It holds no machine facts (ports chosen, paths found) and never rewrites a value
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import islice
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.engines import (
@@ -236,19 +236,27 @@ class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig)
     services: ServicesConfig = Field(default_factory=ServicesConfig)
 
-    @model_validator(mode="after")
-    def _agent_has_a_gateway(self) -> Config:
+    def problems(self) -> Iterator[ConfigError]:
+        return chain(
+            self._agent_problems(),
+            self._source_problems(),
+            self._update_problems(),
+            self._segment_problems(),
+            self._placement_problems(),
+        )
+
+    def _agent_problems(self) -> Iterator[ConfigError]:
         if not self.agent.used:
-            return self
+            return
         if not self.gateway.replicas:
-            raise ConfigError(
+            yield ConfigError(
                 "gateway.replicas",
                 0,
                 "starts no gateway, and agents call the policy through one",
                 "Set gateway.replicas: 1, or leave the section agent out",
             )
         if any(source.environment.used for source in self.sources):
-            raise ConfigError(
+            yield ConfigError(
                 "environment",
                 NO_VALUE,
                 "stands beside an agent, and rollouts are played by one",
@@ -257,45 +265,35 @@ class Config(Section):
         for source in self.sources:
             if source.stop:
                 rule = "has no effect with an agent, which names stop strings in its requests"
-                raise ConfigError(source.key("stop"), list(source.stop), rule, "Leave it out")
+                yield ConfigError(source.key("stop"), list(source.stop), rule, "Leave it out")
         if self.agent.timeout_s > self.staleness.group_deadline_s:
-            raise self.wrong(
+            yield self.wrong(
                 "agent.timeout_s",
                 f"is longer than staleness.group_deadline_s {self.staleness.group_deadline_s:g}, after which its group "
                 "is issued again",
                 "Lower it, or raise the deadline",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _ends(self) -> Config:
+    def _source_problems(self) -> Iterator[ConfigError]:
         run = self.run
         if run.total_steps is None and run.total_epochs is None and run.total_hours is None:
-            raise ConfigError(
+            yield ConfigError(
                 "run.total_steps",
                 NO_VALUE,
                 "the run has no end",
                 "Set run.total_steps, run.total_epochs or run.total_hours",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _sources_can_be_trained(self) -> Config:
         for source in self.sources:
             self.teacher.check_temperature(source.temperature, source.key("temperature"))
         if self.teacher.address is not None and self.agent.sampling == "client":
-            raise self.wrong(
+            yield self.wrong(
                 "agent.sampling",
                 "lets agents choose temperatures, and the log-probs of teacher.address are those of temperature 1",
                 "Leave it out, or set teacher.path in place of teacher.address",
             )
         check_sources(self)
-        return self
-
-    @model_validator(mode="after")
-    def _sets_can_be_trained(self) -> Config:
         if not self.sampling.cuts:
-            return self
+            return
         rule = fix = ""
         if self.teacher.address is not None:
             rule = "needs log-probs over the tokens that it keeps, and a server (teacher.address) gives those over all"
@@ -307,132 +305,99 @@ class Config(Section):
             rule = "has no effect under agent.sampling: client, where the requests' own sampling counts"
             fix = "Leave it out, or set agent.sampling: run"
         if rule:
-            raise ConfigError("sampling.top_k", self.sampling.top_k, rule, fix)
-        return self
+            yield ConfigError("sampling.top_k", self.sampling.top_k, rule, fix)
 
-    @model_validator(mode="after")
-    def _turns_are_of_conversations(self) -> Config:
+    def _update_problems(self) -> Iterator[ConfigError]:
         has_turns = self.agent.used or any(source.environment.used for source in self.sources)
         if self.algorithm.weighs_turns and not has_turns:
             same = "seq-mean-token-mean" if self.algorithm.averages_turns else "token-mean"
-            raise self.wrong(
+            yield self.wrong(
                 "algorithm.loss_agg_mode",
                 "divides a conversation by its turns, and without an environment or agent every answer is one turn",
                 f"Set {same}, which is then the same, or an environment",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _drafts_need_whole_distributions(self) -> Config:
         if self.generation.draft_tokens and self.evaluation.top_p not in (None, 1.0):
-            raise self.wrong(
+            yield self.wrong(
                 "evaluation.top_p",
                 "cuts the distribution, and drafts (generation.draft_tokens) are checked against the whole one",
                 "Leave one of them out",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_has_a_length(self) -> Config:
         if self.learner.schedule != "constant" and self.run.total_steps is None:
-            raise self.wrong(
+            yield self.wrong(
                 "learner.schedule", "needs a known number of steps", "Set run.total_steps, or schedule: constant"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _experts_could_move(self) -> Config:
         moves = self.algorithm.updates_per_step > 1 or self.learner.lora.dropout > 0
         if self.algorithm.routing_replay == "learner" and not moves:
-            raise self.wrong(
+            yield self.wrong(
                 "algorithm.routing_replay",
                 "has no effect with one update a step (num_mini_batches: 1, ppo_epochs: 1): its pass has the weights "
                 "of the old log-probs, and so their experts",
                 "Set it to none, or raise algorithm.num_mini_batches",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _offload_fits_the_stage(self) -> Config:
         learner = self.learner
         least = {"none": 0, "optimizer": 1, "all": 3}[learner.offload]
         if learner.zero_stage < least:
-            raise self.wrong(
+            yield self.wrong(
                 "learner.offload",
                 f"needs zero_stage {least}{' or more' if least < 3 else ''}, and it is {learner.zero_stage}",
                 f"Set learner.zero_stage: {least}, or offload: none",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _compiled_weights_are_whole(self) -> Config:
         if self.learner.torch_compile and self.learner.zero_stage == SPREAD_STAGE:
-            raise self.wrong(
+            yield self.wrong(
                 "learner.torch_compile",
                 "needs whole weights, and zero_stage 3 gathers them within each layer",
                 "Leave it out, or set learner.zero_stage to 2 or less",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _segments_fit_the_lag(self) -> Config:
+    def _segment_problems(self) -> Iterator[ConfigError]:
         segment, staleness = self.generation.segment_tokens, self.staleness
         if segment is None:
-            return self
+            return
         key, longest = "generation.segment_tokens", self.algorithm.response_length
         if any(source.environment.on_server for source in self.sources):
-            raise self.wrong(
+            yield self.wrong(
                 key,
                 "pauses rollouts, and their sessions on an environment's server end meanwhile",
                 "Leave it out",
             )
         num_segments = -(-longest // segment)
         if staleness.max_lag == 0:
-            raise self.wrong(
+            yield self.wrong(
                 key,
                 "pauses answers until a later step, and with staleness.max_lag 0 no later step may train on them",
                 "Leave it out, or raise max_lag",
             )
         if self.generation.on_update == "restart":
-            raise self.wrong(
+            yield self.wrong(
                 key,
                 "continues answers under newer weights, and generation.on_update: restart drops the tokens of older "
                 "ones",
                 "Leave one of them out",
             )
         if staleness.on_stale != "mask" and staleness.max_lag < num_segments:
-            raise self.wrong(
+            yield self.wrong(
                 key,
                 f"spreads the longest answer (algorithm.response_length {longest}) over {num_segments} steps, and "
                 f"under staleness.on_stale: {staleness.on_stale} max_lag {staleness.max_lag} is too small for its "
                 "first tokens",
                 f"Set staleness.max_lag: {num_segments} or more, on_stale: mask, or longer segments",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _shared_gpus_have_shifts(self) -> Config:
-        if self.placement != "shared":
-            return self
-        if self.staleness.max_lag:
-            raise self.wrong(
+    def _placement_problems(self) -> Iterator[ConfigError]:
+        if self.placement == "shared" and self.staleness.max_lag:
+            yield self.wrong(
                 "staleness.max_lag",
                 "lets generators work while the learner trains, and with placement: shared only one of them has the "
                 "GPUs",
                 "Set staleness.max_lag: 0, or placement: split",
             )
-        if self.generation.on_update == "keep":
-            raise self.wrong(
+        if self.placement == "shared" and self.generation.on_update == "keep":
+            yield self.wrong(
                 "generation.on_update",
                 "keeps the KV cache at a weight update, and with placement: shared every shift of the learner drops it",
                 "Set recompute or restart, or placement: split",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _best_is_measured(self) -> Config:
         _ = self.best_figure
-        return self
 
     @property
     def best_figure(self) -> BestFigure | None:

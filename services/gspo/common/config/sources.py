@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, field_validator, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, field_validator
 
 from gspo.common.chat_messages import RESERVED_VARIABLES
 from gspo.common.config.engines import StopString, Temperature
@@ -156,12 +156,10 @@ class DataConfig(Section):
                 raise ConfigError(f"{index}.name", name, "names two sources", "Give each a name of its own")
         return sources
 
-    @model_validator(mode="after")
-    def _has_prompts(self) -> DataConfig:
+    def problems(self) -> Iterator[ConfigError]:
         if not self.used:
             description = type(self).model_fields["prompts"].description
-            raise ConfigError("prompts", NO_VALUE, "is missing", f"Set it: {description}")
-        return self
+            yield ConfigError("prompts", NO_VALUE, "is missing", f"Set it: {description}")
 
 
 @dataclass(frozen=True)

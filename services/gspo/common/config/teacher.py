@@ -5,10 +5,11 @@ On-policy distillation. gspo_core has the formulas; the learner loads the model,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat
 
 from gspo.common.config.fields import ON_RESUME, HttpAddress, ModelPath, Owner, Section, no_password, of_kind
 from gspo.common.errors import NO_VALUE, ConfigError
@@ -69,12 +70,10 @@ class TeacherConfig(Section):
         """Whether the KL is a loss, and rewards have no part in the advantages."""
         return self.alone and self.kl_in == "loss"
 
-    @model_validator(mode="after")
-    def _server_has_a_name(self) -> TeacherConfig:
+    def problems(self) -> Iterator[ConfigError]:
         if self.address is not None and self.model is None:
             rule = "is missing: a server that serves another model must not teach"
-            raise ConfigError("model", NO_VALUE, rule, "Set it to the name that `vllm serve` was given")
-        return self
+            yield ConfigError("model", NO_VALUE, rule, "Set it to the name that `vllm serve` was given")
 
     def check_temperature(self, temperature: float, key: str) -> None:
         """Refuse another temperature than 1 beside an address.
