@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -155,8 +154,12 @@ def instance_lines(instances: Sequence[Instance]) -> list[str]:
 
 def _shift_lines(instances: Iterable[Instance]) -> list[str]:
     """The present user of shared GPUs, and since when; nothing where no GPUs are shared."""
-    shifts = [shift for instance in instances if (shift := instance.facts.get("shift"))]
-    return [f"{_gpu_users(shift)}, for {time.time() - shift['since_unix_s']:.0f} s" for shift in shifts]
+    lines = []
+    for shift in filter(None, (instance.facts.get("shift") for instance in instances)):
+        learns, for_s = shift["side"] == "learning", time.time() - shift["since_unix_s"]
+        users = f"the learner has the GPUs ({shift['purpose']})" if learns else "the generators have the GPUs"
+        lines.append(f"{users}, for {for_s:.0f} s")
+    return lines
 
 
 def _draft_lines(instances: Iterable[Instance]) -> list[str]:
@@ -176,9 +179,3 @@ def curriculum_lines(instances: Iterable[Instance]) -> list[str]:
         f"equal rewards at their last visit; {row['passes']} passes are done"
         for row in rows
     ]
-
-
-def _gpu_users(shift: Mapping[str, Any]) -> str:
-    if shift["side"] == "learning":
-        return f"the learner has the GPUs ({shift['purpose']})"
-    return "the generators have the GPUs"

@@ -1,5 +1,6 @@
 """The planned memory of every process of a run: on its GPUs, or in host memory if there are none."""
 
+import math
 from dataclasses import dataclass, replace
 
 from gspo.cli.processes.placement import Placement, aligned
@@ -112,7 +113,8 @@ def planned_memory(
         return _in_host_memory(config, processes, model)
     planned = {}
     for name, gpus in placement.gpus.items():
-        spare = min((_spare(config, placement, gpu, model) for gpu in gpus), key=_unknown_first)
+        spares = (_spare(config, placement, gpu, model) for gpu in gpus)
+        spare = min(spares, key=lambda size: -math.inf if size is None else size)
         if name.startswith(GENERATION):
             planned[name] = _generator(config, gpus, model, spare)
         else:
@@ -150,10 +152,6 @@ def _spare(config: Config, placement: Placement, gpu: Gpu, model: PlannedModel) 
     if any(name.startswith(LEARNER) and gpu in gpus for name, gpus in placement.gpus.items()):
         free -= rank_of(config, model, on_gpu=True).peak + reserved_bytes(gpu.total_bytes)
     return free
-
-
-def _unknown_first(spare: float | None) -> float:
-    return float("-inf") if spare is None else spare
 
 
 def _generator(config: Config, gpus: tuple[Gpu, ...], model: PlannedModel, spare: float | None) -> ProcessMemory:

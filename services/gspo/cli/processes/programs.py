@@ -45,15 +45,6 @@ class Job:
     policies: Path | None = None
 
     @property
-    def generation_options(self) -> tuple[str, ...]:
-        """Further options of a generator."""
-        return ("--policies", str(self.policies)) if self.policies and not self.nodes else ()
-
-    @property
-    def learner_options(self) -> tuple[str, ...]:
-        return () if self.leave_out is None else ("--leave-out", str(self.leave_out))
-
-    @property
     def names(self) -> list[str]:
         """Names of the processes, Redis apart."""
         return process_names(self.config, self.services)
@@ -110,8 +101,8 @@ def service_programs(job: Job, redis_url: str) -> list[Program]:
         command += ["--run-dir", str(job.run_dir), "--redis-url", redis_url]
         command += ["--name", name, "--http-port", str(ports.get(name, 0)), "--grpc-port", "0"]
         command += job.coordinator_options if service == COORDINATOR else ()
-        command += job.learner_options if service == LEARNER else ()
-        command += job.generation_options if service == GENERATION else ()
+        command += ("--leave-out", str(job.leave_out)) if service == LEARNER and job.leave_out is not None else ()
+        command += ("--policies", str(job.policies)) if service == GENERATION and job.policies and not job.nodes else ()
         program = Program(
             name, tuple(command), environment=job.placement.environment(name), preflight=job.preflight.take(name)
         )

@@ -8,32 +8,28 @@ from rich.console import Console
 
 from gspo.cli.arguments import RunDir
 
-Steps = Annotated[
-    str | None, typer.Option(help="Steps, such as 10..20, 10.., ..20 or 12. By default all that the log can make.")
-]
-With = Annotated[
-    list[str] | None, typer.Option("--with", metavar="KEY=VALUE", help="Train with another value of this key.")
-]
-UntilDiffers = Annotated[
-    bool, typer.Option("--until-differs", help="Stop at the first step that is not the recorded one.")
-]
-Out = Annotated[Path | None, typer.Option(help="Folder of the replay. By default in replays/ of the run directory.")]
-Tolerance = Annotated[
-    float, typer.Option(help="Relative difference that figures may have where digests cannot be equal.")
-]
-Cost = Annotated[bool, typer.Option("--cost", help="Say what it would make and how long that takes, and end.")]
-ReplayAsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-
 
 def replay(
     run_dir: RunDir,
-    steps: Steps = None,
-    changes: With = None,
-    until_differs: UntilDiffers = False,
-    out: Out = None,
-    tolerance: Tolerance = 0.01,
-    cost: Cost = False,
-    as_json: ReplayAsJson = False,
+    steps: Annotated[
+        str | None, typer.Option(help="Steps, such as 10..20, 10.., ..20 or 12. By default all that the log can make.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--with", metavar="KEY=VALUE", help="Train with another value of this key.")
+    ] = None,
+    until_differs: Annotated[
+        bool, typer.Option("--until-differs", help="Stop at the first step that is not the recorded one.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the replay. By default in replays/ of the run directory.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="Relative difference that figures may have where digests cannot be equal.")
+    ] = 0.01,
+    cost: Annotated[
+        bool, typer.Option("--cost", help="Say what it would make and how long that takes, and end.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Make steps of a run again from its log, and compare them with the record, without engine, Redis or rewards.
 

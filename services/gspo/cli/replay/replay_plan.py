@@ -74,7 +74,8 @@ class ReplayPlan:
     def describe(self) -> list[str]:
         """Its work and cost, a sentence a line."""
         begin = f"the checkpoint of step {self.start}" if self.start else f"the model ({self.recorded.model.path})"
-        lines = [f"{self.num_steps} {_steps(self.num_steps)} to make, {self.start + 1} to {self.last}, from {begin}."]
+        steps = "step" if self.num_steps == 1 else "steps"
+        lines = [f"{self.num_steps} {steps} to make, {self.start + 1} to {self.last}, from {begin}."]
         if self.seconds is None:
             lines.append("The record has no times of them.")
         else:
@@ -129,7 +130,8 @@ def make_plan(run_dir: Path, steps: str | None, settings: Sequence[str]) -> Repl
     _check_model(changed.config)
     _check_ranks(changed.config)
     _check_shapes(changed, plan_start)
-    seconds = [_seconds(records[step]) for step in range(plan_start + 1, last + 1) if step in records]
+    figures = [records[step].figures for step in range(plan_start + 1, last + 1) if step in records]
+    seconds = [sum(of_step.get(name, 0.0) for name in _REPLAYED_S) for of_step in figures]
     rounding, notes = _compare_environments(changed, before)
     return ReplayPlan(
         run_dir.resolve(),
@@ -144,14 +146,6 @@ def make_plan(run_dir: Path, steps: str | None, settings: Sequence[str]) -> Repl
         tuple(rounding),
         (*notes, *_live_note(run_dir), *log.problems),
     )
-
-
-def _steps(num: int) -> str:
-    return "step" if num == 1 else "steps"
-
-
-def _seconds(record: StepRecord) -> float:
-    return sum(record.figures.get(name, 0.0) for name in _REPLAYED_S)
 
 
 def _starts(logged: Sequence[int], checkpoints: Sequence[int]) -> dict[int, int]:

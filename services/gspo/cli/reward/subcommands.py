@@ -126,7 +126,9 @@ def try_rows(
 
     Example: [bold]gspo reward try exact rows.jsonl[/]
     """
-    content = _read_rows(rows)
+    from gspo.common.data.row_reader import RowReader
+
+    content = [row.columns for row in RowReader("ROWS", [rows])]  # as a run reads them
     is_episode = len(content) == 1 and "actions" in content[0]
     body = {"task": content[0].get("task"), "actions": content[0]["actions"]} if is_episode else {"rows": content}
     reply = _client(run, url).call("POST", f"/{name}/try", json=body | ({"version": version} if version else {}))
@@ -340,13 +342,6 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(str(path), f"cannot be read ({error})", "Give a text file") from error
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, as a run reads them."""
-    from gspo.common.data.row_reader import RowReader
-
-    return [row.columns for row in RowReader("ROWS", [path])]
 
 
 def _parse(text: str, path: Path) -> Any:

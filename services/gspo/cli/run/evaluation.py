@@ -100,7 +100,7 @@ def measure(spec: EvaluationSpec, *, plain: bool, console: Console) -> Measured:
         config = eval_config(spec, Path(folder))
         start = RunStart(config, config.run_dir, resume=False)
         (start.run_dir / SERVICES_DIR).mkdir(parents=True)
-        services = _services_of(config)
+        services = (*_SERVICES, GATEWAY, AGENTS) if config.agent.is_started else _SERVICES
         session = run_services(start, console, plain=plain, services=services, coordinator_options=("--evaluate",))
         view, is_interrupted = asyncio.run(session)
         if is_interrupted:
@@ -228,11 +228,6 @@ def eval_config(spec: EvaluationSpec, folder: Path) -> Config:
     if base is None:
         _fit_lengths(config, spec)
     return user_config(config, base=Path.cwd()).for_device(_SERVICES)
-
-
-def _services_of(config: Config) -> tuple[str, ...]:
-    """The services of an evaluation: those of training that play and score."""
-    return (*_SERVICES, GATEWAY, AGENTS) if config.agent.is_started else _SERVICES
 
 
 def _choose_source(config: dict[str, Any], base: Config, name: str | None) -> None:
