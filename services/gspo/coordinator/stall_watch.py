@@ -102,7 +102,8 @@ class StallWatch:
         all_wait = own_wait[0] in _WAITS[COORDINATOR] and every_service_waits(instances, with_agents=self._with_agents)
         self.chain = in_words(instances, own_wait)
         done = (slots.version, slots.live_version, len(slots.settled))
-        moved = (done, len(slots.open), _transfers(instances), await self._in_redis())
+        received = tuple((each.uid, each.facts.get("num_frames"), each.facts.get("version")) for each in instances)
+        moved = (done, len(slots.open), received, await self._in_redis())
         return self.clock.look(now_s, all_wait=all_wait, moved=moved, done=done)
 
     async def _in_redis(self) -> Hashable:
@@ -137,11 +138,6 @@ def _waits(instance: Instance) -> bool:
     works = facts.get("takes_weights") or facts.get("works_beside")
     is_waiting = activity.get("kind") == "waiting" and activity.get("what") in _WAITS[instance.service]
     return is_waiting and not works
-
-
-def _transfers(instances: Iterable[Instance]) -> Hashable:
-    """Name of each process -> what it has received and serves."""
-    return tuple((each.uid, each.facts.get("num_frames"), each.facts.get("version")) for each in instances)
 
 
 def in_words(instances: Sequence[Instance], own_wait: tuple[str, str]) -> str:

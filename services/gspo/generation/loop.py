@@ -18,7 +18,7 @@ from gspo.common.service.app import Service
 from gspo.common.service.traces import Traces
 from gspo.common.streams.consumer import Consumer, DeadLetterError, Deliveries, Subscription
 from gspo.common.streams.entries import group_failure
-from gspo.common.streams.inbox import Delivery, EntryOutput, Inbox, new_consumer_name
+from gspo.common.streams.inbox import EntryOutput, Inbox, new_consumer_name
 from gspo.common.streams.keys import rollout_key
 from gspo.common.streams.saved_states import DONE
 from gspo.common.tasks import task_group, wait_until_set
@@ -99,7 +99,9 @@ class GenerationLoop:
             handle=partial(self._work, source),
             capacity=partial(self._capacity, source),
             batch_key=attrgetter("entry"),  # no two deliveries have the same: each task is a batch of its own
-            failure=partial(_failure, source),
+            failure=lambda delivery, reason: [
+                (source.scored_stream, group_failure(delivery.message, f"generation: {reason}"))
+            ],
         )
 
     async def _order(self) -> Sequence[Subscription]:
@@ -259,11 +261,6 @@ async def _goes_on(leased: LeasedTask) -> bool:
     except RedisError as error:
         log.warning("task_unknown", reason=str(error), detail="its sessions stay open for others")
         return True
-
-
-def _failure(source: TaskSource, delivery: Delivery, reason: str) -> list[tuple[str, bytes]]:
-    """The failure that settles a group which cannot be generated."""
-    return [(source.scored_stream, group_failure(delivery.message, f"generation: {reason}"))]
 
 
 def _trace(traces: Traces, rollout: Rollout) -> None:

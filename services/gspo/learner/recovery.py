@@ -83,15 +83,13 @@ def recover(config: Config, model: Path, run_dir: RunDir, activity: Activity, st
             ) from error
     weights = weights or initial_weights(trainer, run_dir.versions)
     run_dir.append_version(weights.version, weights.digest_on_record, weights.dtype)
-    notices += tuple(_left_out_notice(step) for step in to_replay if step in run_dir.left_out)
-    return RecoveredState(trainer, assembler, weights, notices)
-
-
-def _left_out_notice(step: int) -> str:
-    return (
+    notices += tuple(
         f"Step {step} is left out: its rollouts stay in the log, and version {step} has the weights of version "
         f"{step - 1}."
+        for step in to_replay
+        if step in run_dir.left_out
     )
+    return RecoveredState(trainer, assembler, weights, notices)
 
 
 def restore(

@@ -181,7 +181,8 @@ class RolloutPages:
         if colour not in colours:
             raise HTTPException(400, f"colour must be one of {', '.join(colours)}")
         tokens = coloured_tokens(row, colour, start, self._decoder)
-        chat = _pretty(row.get("turns_json"))
+        # Empty for a single answer.
+        chat = json.dumps(json.loads(row["turns_json"]), indent=2, ensure_ascii=False) if row.get("turns_json") else ""
         parts = json.loads(row["parts_json"] or "[]")
         return self._page(
             "rollout.html", row=row, tokens=tokens, colour=colour, colours=colours, start=start, chat=chat, parts=parts,
@@ -254,11 +255,6 @@ def _clips(run: ViewedRun, log: LogQuery, step: int, group: int) -> dict[int, An
 
 def _link(query: dict[str, str], **changes: Any) -> str:
     return "/rollouts?" + urlencode({name: value for name, value in (query | changes).items() if value != ""})
-
-
-def _pretty(turns_json: str | None) -> str:
-    """The conversation as indented JSON; empty for a single answer."""
-    return json.dumps(json.loads(turns_json), indent=2, ensure_ascii=False) if turns_json else ""
 
 
 def _times(row: dict[str, Any]) -> list[tuple[str, float, float]]:

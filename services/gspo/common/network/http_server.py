@@ -360,13 +360,8 @@ class HttpConnection(H11Protocol):
         return self.loop.call_later(self.timeout_s, self._end, "slow", f"{what} after {self.timeout_s:g} s")
 
     def _end(self, reason: str, detail: str) -> None:
-        note_refusal("http", reason, caller=f"{_address(self)}:", target="", detail=detail)
+        note_refusal("http", reason, caller=f"{self.client[0] if self.client else ''}:", target="", detail=detail)
         self.transport.abort()
-
-
-def _address(connection: Any) -> str:
-    """The caller's address, without its port."""
-    return connection.client[0] if connection.client else ""
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

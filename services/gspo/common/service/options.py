@@ -92,22 +92,8 @@ def parse_options(
             exit_bad_input(error)
         set_up_logs("info", service=service, name=name)
         stay(error, arguments.host or "127.0.0.1", arguments.http_port)
-    ports = arguments.http_port, arguments.grpc_port
-    resume, evaluate, stays = arguments.resume, arguments.evaluate, arguments.stay
-    return Options(
-        service,
-        arguments.run_dir,
-        redis_url,
-        name,
-        host,
-        *ports,
-        resume,
-        config,
-        evaluate,
-        stays,
-        leave_out=arguments.leave_out,
-        policies=arguments.policies,
-    )
+    words = {key: value for key, value in vars(arguments).items() if key not in ("check", "wait")}
+    return Options(**words | {"service": service, "redis_url": redis_url, "name": name, "host": host, "config": config})
 
 
 def await_start(options: Options) -> Options:

@@ -24,16 +24,6 @@ TURNS_SHORTER, TURNS_MORE = 0.8, 1.1
 _FIXED = "in a new run with model.path at this one's export/, since no resume takes keys of algorithm"
 
 
-def _clip_matters(config: Config) -> bool:
-    """Whether a clip changes a loss at all."""
-    return not config.teacher.trains_by_loss_alone
-
-
-def _clip_takes_signal(config: Config) -> bool:
-    """Whether clipped sequences teach nothing; the clip of cispo bounds weights."""
-    return _clip_matters(config) and config.algorithm.objective != "cispo"
-
-
 def _unit(config: Config) -> str:
     """The unit of the clip: the ratio is a token's under `token`, a sequence's otherwise."""
     return "tokens" if config.algorithm.importance_sampling == "token" else "sequences"
@@ -144,7 +134,9 @@ def _clip_rules(unit: str) -> tuple[Rule, ...]:
     """The rules on the share of this unit; each applies where the clip is the unit's."""
 
     def takes_signal(config: Config) -> bool:
-        return _clip_takes_signal(config) and _unit(config) == unit
+        """Whether clipped ones teach nothing; the clip of cispo bounds weights."""
+        has_clip = not config.teacher.trains_by_loss_alone and config.algorithm.objective != "cispo"
+        return has_clip and _unit(config) == unit
 
     share = (f"clipped_{unit}",)
     return (
@@ -162,7 +154,7 @@ CLIP_RULES = (
         1,
         lambda steps, config: _noise_share(steps) > config.rules.bounds.clip_is_noise,
         _noise_says,
-        lambda config: _clip_matters(config) and config.algorithm.old_logprobs == "inference",
+        lambda config: not config.teacher.trains_by_loss_alone and config.algorithm.old_logprobs == "inference",
         is_measured=True,
     ),
     Rule(

@@ -120,11 +120,7 @@ class McpConnection:
         Raises:
             ServerTroubleError: The connection has ended.
         """
-
-        async def called(client: Client) -> CallToolResult:
-            return await client.call_tool(name, arguments, self._config.timeout_s)
-
-        return await self._ask(called)
+        return await self._ask(lambda client: client.call_tool(name, arguments, self._config.timeout_s))
 
     async def close(self) -> None:
         """End the connection, with the process or the session."""

@@ -88,13 +88,14 @@ class Checkpoints:
     def damage(self, step: int) -> str:
         """How the checkpoint has changed since it was written; empty if every byte is the same. Reads every file."""
         try:
-            written, present = self._read_manifest(step), _manifest_of(step, self.path(step))
+            written = _Manifest.model_validate_json((self.path(step) / MANIFEST).read_bytes())
+            present = _manifest_of(step, self.path(step))
+        except (FileNotFoundError, ValueError):
+            return f"{MANIFEST} is missing or unreadable"
         except OSError as error:
             if error.errno != errno.EIO:  # a missing permission, for one, damages nothing
                 raise
             return f"a file cannot be read ({error.strerror}): the disk has lost a part of it"
-        if written is None:
-            return f"{MANIFEST} is missing or unreadable"
         for name, entry in sorted(written.files.items()):
             if present.files.get(name) != entry:
                 return f"{name}: expected {entry}, found {present.files.get(name, 'no such file')}"
@@ -114,13 +115,6 @@ class Checkpoints:
         leaving = temporary(self.path(step))
         self.path(step).rename(leaving)
         shutil.rmtree(leaving)
-
-    def _read_manifest(self, step: int) -> _Manifest | None:
-        """None where it is missing, or does not say what a manifest says."""
-        try:
-            return _Manifest.model_validate_json((self.path(step) / MANIFEST).read_bytes())
-        except (FileNotFoundError, ValueError):
-            return None
 
 
 def _manifest_of(step: int, folder: Path) -> _Manifest:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -92,7 +93,7 @@ class MemoryWatch:
         self._kernel_bytes = min(self._kernel_bytes, kernel_bytes)
         if kernel_bytes > self._kernel_bytes + _GROWTH_BYTES:
             self._kernel_bytes, began_s = kernel_bytes, time.monotonic()
-            watches = await asyncio.to_thread(_each, below, _watches_of)
+            watches = await asyncio.to_thread(_each, below, partial(descriptor_bytes, most=WATCH_BYTES))
             self._end_over(watches, "had more than {} MiB of watches, and of locks on files", WATCH_BYTES)
             shared = await asyncio.to_thread(_each, below, _shared_of)
             sizes = {pid: size + shared[pid] for pid, size in sizes.items()}
@@ -137,10 +138,6 @@ def memory_of(pids: Sequence[int]) -> int:
     of files are not. A process that ends meanwhile counts as nothing.
     """
     return sum(map(_memory_of, pids))
-
-
-def _watches_of(pids: Sequence[int]) -> int:
-    return descriptor_bytes(pids, WATCH_BYTES)
 
 
 def _shared_of(pids: Sequence[int]) -> int:
