@@ -66,7 +66,10 @@ def fill(plan: ReplayPlan, path: Path) -> bool:
             if json.loads((path / _PURPOSE).read_text()) == purpose:
                 return False
         _clear(path)
-        _link_sources(plan, path)
+        for file in _step_files(plan).values():
+            _link(file, path / LOG_FOLDER / file.name)
+        for file in _checkpoint_files(plan):
+            _link(file, path / CHECKPOINTS / file.relative_to(plan.run_dir / CHECKPOINTS))
         _write_record(plan, path)
         for name, config in ((CONFIG_NAME, plan.changed.config), (LEAD_CONFIG, plan.recorded)):
             write_config(_of_folder(config, path), path / name)
@@ -139,13 +142,6 @@ def _clear(path: Path) -> None:
             shutil.rmtree(entry)
         else:
             entry.unlink()
-
-
-def _link_sources(plan: ReplayPlan, path: Path) -> None:
-    for file in _step_files(plan).values():
-        _link(file, path / LOG_FOLDER / file.name)
-    for file in _checkpoint_files(plan):
-        _link(file, path / CHECKPOINTS / file.relative_to(plan.run_dir / CHECKPOINTS))
 
 
 def _link(source: Path, target: Path) -> None:

@@ -36,8 +36,8 @@ class UserConfig:
 
     @property
     def left_out(self) -> list[str]:
-        """The keys that the user leaves to the device."""
-        return left_to_device(self.keys)
+        """The keys whose default follows from the device, and that the user has not set; null sets nothing."""
+        return _left_out(self.keys, [key.name for key in explain() if key.on_gpus is not None])
 
     def for_device(self, services: Sequence[str] = SERVICES) -> Config:
         """The configuration with the defaults of this machine.
@@ -108,11 +108,6 @@ def user_config(keys: Mapping[str, Any], base: Path, *, source: str = "configura
         InputError: As for `loading.parse_config`.
     """
     return UserConfig(keys, base, source, parse_config(dict(keys), base, source=source))
-
-
-def left_to_device(keys: Mapping[str, Any]) -> list[str]:
-    """The keys whose default follows from the device, and that a user has not set; null sets nothing."""
-    return _left_out(keys, [key.name for key in explain() if key.on_gpus is not None])
 
 
 def _left_out(keys: Mapping[str, Any], names: Sequence[str]) -> list[str]:
