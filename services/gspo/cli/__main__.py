@@ -16,6 +16,8 @@ with checked_packages():
     from gspo.common.errors import EXIT_FAILED, InputError, exit_bad_input
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# The message of Path.resolve until Python 3.13.
+_LINK_LOOP = "Symlink loop from "
 
 
 def main() -> None:
@@ -35,6 +37,8 @@ def main() -> None:
             print(f"error: {error}. Free some, or name a folder on another disk", file=sys.stderr)
             sys.exit(EXIT_FAILED)
         exit_bad_input(_refusal(error, sys.argv[1:]))
+    except RuntimeError as error:
+        exit_bad_input(_of_link(error))
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -43,6 +47,14 @@ def main() -> None:
         sys.exit(EXIT_INTERRUPTED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _of_link(error: RuntimeError) -> InputError:
+    """The message about a link that leads to itself; raises any other error."""
+    path = str(error).removeprefix(_LINK_LOOP)
+    if path == str(error):
+        raise error
+    return InputError(path.strip("'"), "is a link that leads back to itself", "Remove it, or give another path")
 
 
 def _refusal(error: OSError, words: Sequence[str]) -> InputError:
@@ -56,6 +68,8 @@ def _refusal(error: OSError, words: Sequence[str]) -> InputError:
     path, *named = (
         Path(os.path.realpath(name)) for name in (error.filename, *(word.partition("=")[2] or word for word in words))
     )
+    if path.name.startswith(".") and path.suffix == ".tmp":  # a folder beside the one that it becomes
+        path = path.with_name(path.stem[1:])
     if not any(path == other or other in path.parents or path in other.parents for other in named):
         raise error
     return InputError(str(error.filename), f"cannot be used ({error.strerror})", "Give another path, or check this one")

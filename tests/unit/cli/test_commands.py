@@ -93,6 +93,7 @@ PATHS = (
     ("init", BAD),
     ("certs", BAD),
     ("doctor", BAD),
+    ("eval", "model", BAD, "--reward", GOOD),
     ("eval", "model", GOOD, "--config", BAD),
     ("eval", "model", GOOD, "--reward", GOOD, "--out", BAD),
     ("reward", "submit", BAD, "--url", "http://127.0.0.1:1"),
@@ -105,11 +106,12 @@ PATHS = (
 
 
 @pytest.mark.parametrize("words", PATHS, ids=" ".join)
-@pytest.mark.parametrize("bad", ["file.txt/x", "/proc/x/y", "x" * 300, "\udce4"])
+@pytest.mark.parametrize("bad", ["file.txt/x", "/proc/x/y", "loop", "x" * 300, "\udce4"])
 def test_no_path_makes_a_traceback(
     gspo: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], bad: str
 ) -> None:
     (tmp_path / "file.txt").write_text("here")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "good.py").write_text("def reward(completions, **columns):\n    return [0.0] * len(completions)\n")
     monkeypatch.chdir(tmp_path)
     code, _, errors = gspo(*(bad if word == BAD else "good.py" if word == GOOD else word for word in words))
@@ -160,6 +162,8 @@ def test_a_path_behind_a_link_is_one_of_the_command_line(tmp_path: Path, monkeyp
     )
     with pytest.raises(PermissionError):
         _refusal(error, ["status", "other"])
+    scratch = PermissionError(13, "Permission denied", f"{tmp_path}/there/.out.tmp")
+    assert "cannot be used (Permission denied)" in str(_refusal(scratch, ["export", "run", "link/out"]))
 
 
 def test_an_init_over_a_file_names_it(gspo: Call, tmp_path: Path) -> None:

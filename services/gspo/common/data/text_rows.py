@@ -91,6 +91,8 @@ def _names(cells: list[str], line: int) -> list[str]:
     names = [name or f"Unnamed: {place}" for place, name in enumerate(cells)]
     if len(names) == 1 and (other := next((sign for sign in ";\t|" if sign in names[0]), None)):
         raise RowError(line, f"separates cells by {other!r}, and CSV by commas: {names[0]:.80}", "Write it with commas")
+    if any("\0" in name for name in names):
+        raise RowError(line, "has zero bytes, as UTF-16 has", "Save it as UTF-8")
     seen: set[str] = set()
     for name in names:
         if name in seen:

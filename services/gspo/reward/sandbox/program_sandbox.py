@@ -140,6 +140,10 @@ class ProgramSandbox:
             with suppress(TimeoutError):  # unless a process that has left it holds the end of its output
                 async with asyncio.timeout(GRACE_S):
                     await self._process.wait()
+            # Its ends of pipes that stay open; two turns of the loop close them.
+            self._process._transport.close()  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
         if self._printing is not None:
             self._printing.cancel()
             await asyncio.gather(self._printing, return_exceptions=True)

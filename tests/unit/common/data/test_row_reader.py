@@ -120,6 +120,7 @@ def test_json_keeps_types_and_numbers_in_any_order_of_rows(tmp_path: Path) -> No
         ("p.csv", 'a,b\n1,"2\n', "line 2: is not CSV"),
         ("p.csv", "a,a\n1,2\n", "line 1: names two columns 'a'"),
         ("p.csv", b"a\n\xff\n", "line 2: is not UTF-8"),
+        ("p.csv", "a,b\n1,2\n".encode("utf-16-be"), "line 1: has zero bytes, as UTF-16 has"),
         ("p.csv", "prompt;answer\n1,5;2\n", "line 1: separates cells by ';', and CSV by commas: prompt;answer"),
         ("p.csv", "prompt\tanswer\na\t2\n", r"line 1: separates cells by '\t', and CSV by commas"),
         ("p.jsonl.gz", GZIP[:-9], "p.jsonl.gz cannot be read (Compressed file ended"),
