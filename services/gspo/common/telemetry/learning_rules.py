@@ -38,6 +38,9 @@ MOST_EQUAL, MOST_CUT = BoundsConfig().weak_signal, BoundsConfig().cut_off
 RARELY_RIGHT = 0.05
 # Correlations of length with reward that are worth a sentence.
 LENGTH_PAYS, LENGTH_IS_ALL = 0.5, 0.8
+# A change of the answers' length, of their share with one phrase, and that share, which may explain a higher reward.
+LENGTH_FACTOR, PHRASE_SHARE, PHRASE_RISE = 1.2, 0.5, 0.25
+_LENGTH, _PHRASE = "response_tokens_mean", "same_phrase_share"
 # Share outside the clip at a step's first weights, and age of its tokens in versions, that are worth a sentence.
 STALE_SHARE, STALE_AGE = 0.3, 2.0
 # Measurements of the engines' noise, which vary tenfold from one to the next, that are compared with all before.
@@ -57,8 +60,8 @@ _TRY_REWARD = ("`gspo reward try` with answers of the log",)
 
 
 def has_signal(steps: Steps, config: Config) -> bool:
-    """Whether the rewards of the last steps teach anything; without it speed is of no use."""
-    return not apply_rules([_NO_SIGNAL], steps, config)
+    """Whether the last steps teach anything; without it speed is of no use."""
+    return not apply_rules([_NO_SIGNAL, _NO_GRADIENT], steps, config)
 
 
 def _groups_give_signal(config: Config) -> bool:
@@ -187,6 +190,27 @@ def _all_equal(steps: Steps, _config: Config) -> bool:
     return all(step["zero_spread_groups"] >= 1 for step in steps)
 
 
+def _has_no_gradient(steps: Steps, config: Config) -> bool:
+    return all(step["grad_norm"] == 0 for step in steps) and not _all_equal(steps, config)
+
+
+def _no_gradient_says(steps: Steps, config: Config) -> Said:
+    newest, algorithm = steps[-1], config.algorithm
+    causes, tries = [], []
+    masks = algorithm.mask_truncated or algorithm.mask_truncated_completions
+    if masks and newest.get("truncated_share", 0.0) > MOST_CUT:
+        causes.append(f"{newest['truncated_share']:.0%} of the answers are cut off, and those are not trained on")
+        tries.append(f"algorithm.response_length above {algorithm.response_length}")
+    if max(newest.get("clipped_sequences", 0.0), newest.get("clipped_tokens", 0.0)) > MOST_EQUAL:
+        causes.append("nearly all of the signal is clipped")
+        tries.append("a wider clip (algorithm.pg_clip_low, pg_clip_high)")
+    return Said(
+        f"the gradient was 0 in {len(steps)} steps although groups differ in reward, so no step teaches anything",
+        (*causes, "a mask, a weight or a coefficient of 0 takes the advantages away"),
+        (*tries, "reading advantages and skipped rollouts on the page"),
+    )
+
+
 def _mostly_equal(steps: Steps, config: Config) -> bool:
     if len(steps) > 1 and _is_near_best(steps):
         # A run that has learned its prompts; a model that knows them before any step is worth a sentence.
@@ -309,15 +333,32 @@ def _held_out_before(steps: Steps) -> Mapping[str, float] | None:
     return None
 
 
+def _moved_too(before: Mapping[str, float], newest: Mapping[str, float]) -> list[str]:
+    """Other moves of the training answers, by which a reward may rise without any of them being better."""
+    causes = []
+    parts = {name: newest[name] - before[name] for name in before if name.startswith("part_") and name in newest}
+    up, down = (pick(parts, key=lambda name: parts[name], default="") for pick in (max, min))
+    if up and parts[up] > 0 > parts[down]:
+        rose, fell = up[5:-5], down[5:-5]
+        causes.append(f"the part {rose} of the training reward rose by {parts[up]:.2g} while {fell} fell")
+    shorter, longer = sorted((before.get(_LENGTH, 0.0), newest.get(_LENGTH, 0.0)))
+    if 0 < LENGTH_FACTOR * shorter < longer:
+        causes.append(f"answers went from {before[_LENGTH]:.1f} to {newest[_LENGTH]:.1f} tokens")
+    if newest.get(_PHRASE, 0.0) > PHRASE_SHARE and newest[_PHRASE] - before.get(_PHRASE, 1.0) > PHRASE_RISE:
+        causes.append(f"{newest[_PHRASE]:.0%} of the answers share one phrase, {before[_PHRASE]:.0%} did before")
+    return causes
+
+
 def _held_out_says(steps: Steps, _config: Config) -> Said:
     before, newest = _held_out_before(steps) or steps[0], steps[-1]
     rises = newest.get("reward_mean", 0.0) > before.get("reward_mean", math.inf)
+    moved_too = _moved_too(next((step for step in steps if "reward_mean" in step), newest), newest)
     meanwhile = "while the training reward rose" if rises else "and the training reward did not rise either"
     hacked = "the reward pays for something else than being right", "the training prompts are learned by heart"
     return Said(
         f"the held-out reward fell from {before[HELD_OUT]:.3g} to {newest[HELD_OUT]:.3g} (standard errors "
         f"{before[HELD_OUT_ERROR]:.2g} and {newest[HELD_OUT_ERROR]:.2g}), {meanwhile}",
-        hacked if rises else ("updates are too large, or of noise alone",),
+        (*moved_too, *(hacked if rises else ("updates are too large, or of noise alone",))),
         ("reading held-out answers", _RATE, "evaluation.keep_best, which keeps the best version"),
     )
 
@@ -348,9 +389,15 @@ def _stale_says(steps: Steps, config: Config) -> Said:
     )
 
 
+def _moves_much(steps: Steps, figure: str) -> bool:
+    """Whether a figure moved by a tenth of itself. A curriculum moves a reward by less, and by more than its errors."""
+    first, last = ends([step[figure] for step in steps], REWARD_PARTS)
+    return abs(last - first) >= FLAT_MOVE * max(abs(first), abs(last))
+
+
 def _parted(figure: Callable[[str], str], names: list[str], steps: Steps) -> tuple[str, str] | None:
     """(rising, falling): two of the names whose figures part; None without any."""
-    there = [name for name in names if all(figure(name) in step for step in steps)]
+    there = [name for name in names if all(figure(name) in step for step in steps) and _moves_much(steps, figure(name))]
     moves = {name: moved(steps, figure(name)) for name in there}
     for rising, falling in combinations(sorted(moves, key=lambda name: moves[name], reverse=True), 2):
         if moves[rising] > _STANDARD_ERRORS and moves[falling] < -_STANDARD_ERRORS:
@@ -386,6 +433,7 @@ def _parts_say(steps: Steps, _config: Config) -> Said:
 
 
 _NO_SIGNAL = Rule("no_signal", ("zero_spread_groups",), 3, _all_equal, _no_signal_says, _groups_give_signal)
+_NO_GRADIENT = Rule("no_gradient", ("grad_norm", "zero_spread_groups"), 3, _has_no_gradient, _no_gradient_says)
 _WEAK_SIGNAL = Rule("weak_signal", ("zero_spread_groups",), 5, _mostly_equal, _weak_says, _groups_give_signal)
 _CUT_OFF = Rule(
     "cut_off",
@@ -397,6 +445,7 @@ _CUT_OFF = Rule(
 )
 LEARNING_RULES = (
     _NO_SIGNAL,
+    _NO_GRADIENT,
     _WEAK_SIGNAL,
     _CUT_OFF,
     Rule(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from gspo.common.config.evaluation import MOST_PARTS
 from gspo.common.telemetry.source_figures import SOURCE_FIGURES, source_figure
@@ -17,6 +18,9 @@ from gspo.learner.assembly.rows import Row
 from gspo_core.figures import reward_stats
 from gspo_core.stats import figures
 
+# A phrase has so many tokens, and is looked for in so many answers of a step.
+_PHRASE_TOKENS, _PHRASE_ANSWERS = 8, 64
+_PHRASE_FACTORS = np.random.default_rng(0).integers(1 << 64, size=_PHRASE_TOKENS, dtype=np.uint64)
 SKIP_REASONS = ("failed", "truncated", "stale")
 
 
@@ -31,6 +35,7 @@ def row_metrics(rows: Sequence[Row], step: int) -> dict[str, float]:
         "truncated_share": sum(row.outcome == "truncated" for row in rows) / max(1, len(rows)),
         **_set_metrics(rows),
         **_answer_metrics(rows),
+        **_phrase_metrics(rows),
         **_branch_metrics(rows),
         **_conversation_metrics(rows),
     }
@@ -58,6 +63,23 @@ def _answer_metrics(rows: Sequence[Row]) -> dict[str, float]:
         "eos_share": sum(row.outcome == "eos" for row in rows) / len(rows),
         "same_text_share": texts.most_common(1)[0][1] / len(rows),
     }
+
+
+def _phrase_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """The share of answers with the most frequent phrase, of one answer to each prompt; empty without any phrase."""
+    one_each = list({row.group: row for row in rows}.values())[:_PHRASE_ANSWERS]
+    phrases = [_phrases(row.token_ids[row.mask]) for row in one_each]
+    if not sum(map(len, phrases)):
+        return {}
+    _, numbers = np.unique(np.concatenate(phrases), return_counts=True)
+    return {"same_phrase_share": float(numbers.max()) / len(one_each)}
+
+
+def _phrases(token_ids: np.ndarray) -> np.ndarray:
+    """Hashes of the different runs of _PHRASE_TOKENS tokens of an answer."""
+    if len(token_ids) < _PHRASE_TOKENS:
+        return np.zeros(0, dtype=np.uint64)
+    return np.unique(sliding_window_view(token_ids.astype(np.uint64) + 1, _PHRASE_TOKENS) @ _PHRASE_FACTORS)
 
 
 def _length_correlation(scored: Sequence[Row]) -> dict[str, float]:

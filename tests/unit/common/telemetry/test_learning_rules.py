@@ -13,7 +13,7 @@ from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
 from gspo.common.telemetry.advice import verdict
 from gspo.common.telemetry.findings import HELD_OUT, HELD_OUT_ERROR, RecentSteps, Steps, apply_rules
-from gspo.common.telemetry.learning_rules import FLAT_STEPS, LEARNING_RULES, PARTING_STEPS, TREND_STEPS
+from gspo.common.telemetry.learning_rules import FLAT_STEPS, LEARNING_RULES, PARTING_STEPS, TREND_STEPS, has_signal
 
 Figures = dict[str, float]
 HEALTHY: Figures = {
@@ -100,6 +100,11 @@ def held_out(*means: float) -> list[Figures]:
             "no_signal",
             "90% of .* cut off",
         ),
+        (
+            [HEALTHY | {"grad_norm": 0.0, "clipped_sequences": 1.0}] * 3,
+            "no_gradient",
+            "0 in 3 steps although groups differ.*Likely: nearly all of the signal is clipped",
+        ),
         ([HEALTHY | {"zero_spread_groups": 0.9}] * 5, "weak_signal", "90% of the groups have equal"),
         ([HEALTHY | {"truncated_share": 0.6}] * 3, "cut_off", "60% of the answers"),
         (trend("reward_mean", 0.6, 0.1), "reward_falls", "fell from 0.572 to 0.128"),
@@ -143,6 +148,35 @@ def test_a_planted_fault_is_named(config: Config, figures: list[Figures], rule: 
     findings = learning_findings(figures, config)
     assert re.search(words, findings[rule])
     assert findings.keys() <= {rule, "cut_off"}, "no other fault was planted"
+
+
+def test_what_moved_with_a_held_out_reward_that_fell_is_named(config: Config) -> None:
+    first = {"reward_mean": 0.3, "same_phrase_share": 0.1, "part_right_mean": 0.3, "part_form_mean": 0.2}
+    last = {"reward_mean": 0.7, "same_phrase_share": 0.9, "part_right_mean": 0.1, "part_form_mean": 0.8}
+    steps = [{**step, **figures} for step, figures in zip(held_out(0.4, 0.2), [first] * 4 + [last] * 4, strict=True)]
+    steps[4]["response_tokens_mean"] = 60.0
+    text = learning_findings(steps, config)["held_out_falls"]
+    assert (
+        "while the training reward rose. Likely: the part form of the training reward rose by 0.6 while right fell; "
+        "or answers went from 40.0 to 60.0 tokens; or 90% of the answers share one phrase, 10% did before; or " in text
+    )
+    assert "phrase" not in learning_findings(held_out(0.4, 0.2), config)["held_out_falls"]
+
+
+def test_sources_part_by_more_than_a_curriculum_moves_them(config: Config) -> None:
+    narrow = [
+        step | {"source_up/reward_mean": 0.88 + (step["source_up/reward_mean"] - 0.2) / 10}
+        for step in parting("source_{}/reward_mean")
+    ]
+    assert "sources_part" not in learning_findings(narrow, config)
+
+
+def test_cut_answers_that_are_masked_explain_a_gradient_of_zero(minimal: dict[str, Any]) -> None:
+    config = configured(minimal, algorithm={**minimal.get("algorithm", {}), "mask_truncated_completions": True})
+    steps = [HEALTHY | {"grad_norm": 0.0, "truncated_share": 0.9}] * 3
+    text = learning_findings(steps, config)["no_gradient"]
+    assert "Likely: 90% of the answers are cut off, and those are not trained on; or" in text
+    assert not has_signal(steps, config)
 
 
 def test_a_reward_may_stand_still_where_a_schedule_has_ended_the_updates(config: Config) -> None:

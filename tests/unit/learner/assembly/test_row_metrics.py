@@ -14,6 +14,7 @@ import torch
 from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.telemetry.source_figures import figures_of, named_sources
 from gspo.learner.assembly.row_metrics import row_metrics
+from gspo.learner.assembly.rows import Row
 from gspo.learner.objective.figures import compared_stats, mismatch_metrics, objective_metrics
 from gspo_core.loss import policy_loss
 from gspo_core.stats import figures as figures_of_stats
@@ -37,6 +38,31 @@ def test_parts_of_the_reward_have_their_means(tmp_path: Path) -> None:
     assert figures["part_form_mean"] == pytest.approx(0.375)
     alone = json.dumps([{"name": "right", "value": 1.0}])
     assert not [name for name in row_metrics([replace(first, parts_json=alone)], 1) if name.startswith("part_")]
+
+
+def test_the_most_frequent_phrase_has_its_share(tmp_path: Path) -> None:
+    rows = make_rows(make_tiny_model(tmp_path / "model"), num_groups=4)
+    one_each = list({row.group: row for row in rows}.values())
+    phrase = list(range(90, 98))
+    answers = ([1, 2, *phrase], [*phrase, 3, *phrase], [4, 5, *phrase, 6], [*phrase[1:], 7, 8])
+    answered = [with_answer(row, ids) for row, ids in zip(one_each, answers, strict=True)]
+    assert row_metrics(answered, 1)["same_phrase_share"] == 0.75
+    short = [with_answer(row, phrase[:7]) for row in one_each]
+    assert "same_phrase_share" not in row_metrics(short, 1), "no answer has a phrase"
+    unlike = [with_answer(row, [at * 20 + n for n in range(9)]) for at, row in enumerate(one_each)]
+    assert row_metrics(unlike, 1)["same_phrase_share"] == 0.25
+
+
+def with_answer(row: Row, token_ids: list[int]) -> Row:
+    """The row with other sampled tokens."""
+    size = len(token_ids)
+    return replace(
+        row,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        mask=np.ones(size, dtype=np.bool_),
+        version=np.zeros(size, dtype=np.int32),
+        logp=np.full(size, -1.0, dtype=np.float32),
+    )
 
 
 def test_each_source_has_its_own_figures(tmp_path: Path) -> None:
