@@ -33,6 +33,10 @@ def record(name: str) -> dict[str, Any]:
     if fault.reward:
         (folder / "reward.py").write_text(fault.reward)
         sections.setdefault("reward", {})["functions"] = [{"path": str(folder / "reward.py")}]
+    if fault.agent:
+        (folder / "agent.py").write_text(fault.agent)
+        sections |= {"agent": {"path": str(folder / "agent.py")}, "gateway": {"replicas": 1}}
+        sections["reward"]["functions"] = []
     folder_words = f"{cold_start}/"  # of this machine, and left out of the record
     run = finished_run(write_example(f"planted-{name}", cold_start, **sections))
     return {

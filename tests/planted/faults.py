@@ -14,6 +14,26 @@ _REWARD = """def reward(prompts, completions, **columns):
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return {}
 """
+# It fails after its call, at seven of ten answers.
+_AGENT = """import asyncio
+import json
+import urllib.request
+
+
+def ask(task):
+    body = json.dumps({"model": task.model, "messages": task.messages}).encode()
+    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{task.base_url}/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+
+async def play(task):
+    text = await asyncio.to_thread(ask, task)
+    if task.columns["answer"][-1:] not in tuple("012"):
+        raise RuntimeError("the tool is not there")
+    return float(text == task.columns["answer"])
+"""
 _FAILS = (
     "[float(text == right) if text[-1:] in tuple('012') else float('nan') "
     "for text, right in zip(texts, columns['answer'])]"
@@ -27,6 +47,7 @@ class PlantedFault:
     Attributes:
         sections: Keys of the configuration.
         reward: Source of another reward function; empty keeps the example's.
+        agent: Source of an agent that plays the rollouts, and gives their rewards.
         rules: The finding is one of these.
         change_model: Changes the copied folder of the model.
         steps: Steps of the run.
@@ -35,6 +56,7 @@ class PlantedFault:
     rules: tuple[str, ...]
     sections: Sections = field(default_factory=dict)
     reward: str = ""
+    agent: str = ""
     change_model: Callable[[Path], None] | None = None
     steps: int = 10
 
@@ -75,6 +97,15 @@ FAULTS = {
     "lag_16": PlantedFault(("policy_is_stale",), {"staleness": {"max_lag": 16}}),
     "rewards_fail": PlantedFault(
         ("rollouts_fail",), {"reward": {"max_failure_share": 1.0}}, reward=_REWARD.format(_FAILS)
+    ),
+    "agent_fails": PlantedFault(
+        ("rollouts_fail",),
+        {
+            "algorithm": {"rollout_batch_size": 8, "num_return_sequences_in_group": 4},
+            "reward": {"max_failure_share": 1.0},
+            "evaluation": {"limit": 4, "limit_between": 4},
+        },
+        agent=_AGENT,
     ),
     "healthy": PlantedFault((), steps=150),
 }

@@ -250,20 +250,26 @@ def _noise_says(steps: Steps, _config: Config) -> Said:
     )
 
 
+def _failed_share(step: Mapping[str, float], config: Config) -> float:
+    """Rollouts without a score, with those of groups that failed as a whole, as a share of these and the trained."""
+    of_groups = step.get("groups_failed", 0.0) * config.algorithm.num_return_sequences_in_group
+    failed = step["skipped_failed"] + of_groups
+    return failed / max(1.0, failed + step["sequences"])
+
+
 def _failed_says(steps: Steps, config: Config) -> Said:
-    share = fmean(step["skipped_failed"] / (step["skipped_failed"] + step["sequences"]) for step in steps)
+    share = fmean(_failed_share(step, config) for step in steps)
     plays = config.environment.used or config.agent.used
     whose = "the environment or the agent" if plays else "the reward function"
     return Said(
-        f"{share:.0%} of the rollouts have no score, and nothing is learned from them",
+        f"{share:.0%} of the rollouts have no score, or failed with their group, and nothing is learned from them",
         (f"{whose} fails alike each time", "a time limit is too short"),
         ("reading the failures in `gspo status`, or on the page",),
     )
 
 
 def _most_fail(steps: Steps, config: Config) -> bool:
-    most = config.rules.bounds.rollouts_fail
-    return all(step["skipped_failed"] > most * (step["skipped_failed"] + step["sequences"]) for step in steps)
+    return all(_failed_share(step, config) > config.rules.bounds.rollouts_fail for step in steps)
 
 
 def _not_applied_says(steps: Steps, _config: Config) -> Said:

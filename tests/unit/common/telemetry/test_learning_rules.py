@@ -118,6 +118,7 @@ def held_out(*means: float) -> list[Figures]:
         ),
         ([HEALTHY | {"truncated_share": 1.0, "eos_share": 0.0}] * 3, "cut_off", "no answer has an end token"),
         ([HEALTHY | {"skipped_failed": 90.0, "sequences": 38.0}] * 3, "rollouts_fail", "70% of the rollouts"),
+        ([HEALTHY | {"groups_failed": 1e6}] * 3, "rollouts_fail", "100% of the rollouts .*or failed with their group"),
         ([HEALTHY | {"mini_batches_not_applied": 2.0}] * 3, "updates_not_applied", "6 updates of the last 3 steps"),
         ([HEALTHY | {"same_text_share": 0.95}] * 5, "answers_alike", "95% of a step's answers"),
         ([HEALTHY | {"groups_filtered": 400.0}] * 5, "curriculum_starves", "takes 400 more"),
