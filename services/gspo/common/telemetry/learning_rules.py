@@ -390,7 +390,7 @@ def _stale_says(steps: Steps, config: Config) -> Said:
         (
             f"staleness.max_lag below {config.staleness.max_lag}",
             _RATE,
-            "algorithm.old_logprobs: recompute in a new run",
+            "a wider clip (algorithm.pg_clip_low, pg_clip_high) while held-out reward rises",
         ),
     )
 
