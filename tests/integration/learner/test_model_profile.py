@@ -137,3 +137,17 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, text: str | None, m
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=message):
         profile_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["opt", "bart"])
+def test_a_model_that_may_leave_layers_out_in_training_is_counted(tmp_path: Path, kind: str) -> None:
+    causal_lm = tiny_model(kind)
+    causal_lm.config.save_pretrained(tmp_path)
+    assert counting.profile(tmp_path).flops == count_flops(causal_lm)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi", "cohere"])
+def test_logits_that_change_after_the_output_layer_are_refused_without_weights(tmp_path: Path, kind: str) -> None:
+    tiny_model(kind).config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="changes its logits after the output layer"):
+        counting.profile(tmp_path)

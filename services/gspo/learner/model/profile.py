@@ -58,6 +58,10 @@ def profile(folder: Path, *, trust_remote_code: bool = False) -> ModelProfile:
             trust_remote_code=trust_remote_code,
         ).train()
         causal_lm.tie_weights()
+        for module in causal_lm.modules():
+            if hasattr(module, "layerdrop"):
+                # Training draws whether it leaves a layer out. A fake tensor has no such answer.
+                module.training = False
         saved = {dtype: _saved_by_tokens(causal_lm, dtype) for dtype in ("bfloat16", "float32")}
     counts = _counts(causal_lm, saved)
     _try_logits(causal_lm, folder)
@@ -188,6 +192,10 @@ class _Body(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.states_RSD = torch.randn(1, 8, width)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """transformers names no output layer of a body without them."""
+        return self
 
     def forward(self, *_: Any, **__: Any) -> _States:
         return _States(last_hidden_state=self.states_RSD)
