@@ -259,7 +259,8 @@ def test_of_the_recorded_runs_only_those_that_fell_or_lagged_have_a_finding_on_l
         )
         if judged:
             named[name] = {finding.rule for finding, _ in judged}
-    assert named == dict.fromkeys(_FELL, {"held_out_falls"}) | dict.fromkeys(_STALE, {"policy_is_stale"})
+    expected = {name: {"held_out_falls"} for name in _FELL} | {name: {"policy_is_stale"} for name in _STALE}
+    assert named == expected
 
 
 @pytest.mark.parametrize("scale", list(SCALES.values()), ids=list(SCALES))

@@ -25,7 +25,8 @@ def row(tmp_path_factory: pytest.TempPathFactory) -> Row:
     folder: Path = make_tiny_model(tmp_path_factory.mktemp("model"))
     version = np.array([0, 1, -1, 1, 1, 1], np.int32)
     mask = np.array([False, True, False, True, True, True])
-    return replace(make_rows(folder, step=1, num_groups=1)[0], group=3, number=2, version=version, mask=mask)
+    row = make_rows(folder, step=1, num_groups=1)[0]
+    return replace(row, group=3, number=2, token_ids=np.arange(6), version=version, mask=mask)
 
 
 def test_a_logged_row_has_every_sampled_token_in_a_column(row: Row) -> None:
