@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -37,9 +35,6 @@ settings.load_profile("few")
 # Not the global one, to which hypothesis gives the same seed in every process.
 _DRAW = random.SystemRandom()
 
-# Of the time at which one worker collects, to that of the others.
-_LATER_S = 100
-
 # Files of one worker: they look at one run, or ask one engine, which a session fixture makes.
 TOGETHER = (
     ("tests/integration/run/test_whole_run.py", "tests/integration/run/test_observed_run.py"),
@@ -53,19 +48,6 @@ TOGETHER = (
 def pytest_configure(config: pytest.Config) -> None:
     """Count what the run costs, and report it at its end."""
     config.pluginmanager.register(RunReport(config))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, Any, Any]:
-    """Collect in one worker as at another second: pytest-xdist refuses workers that name their tests differently.
-
-    Workers have other hashes and addresses anyway, and often the same second. gzip writes it into a header.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
-            real = time.time
-            patch.setattr(time, "time", lambda: real() + _LATER_S)
-        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -74,13 +74,6 @@ def test_a_run_counts_engines_and_processes_and_fails_above_its_budget(tmp_path:
     assert "the 20 slowest tests" in done.stdout
 
 
-@pytest.mark.long
-def test_workers_refuse_names_that_depend_on_the_time(tmp_path: Path) -> None:
-    test = "import time, pytest\n\n@pytest.mark.parametrize('x', [int(time.time()) // 50])\ndef test_one(x): pass\n"
-    done = reported_run(tmp_path, test, "-n", "2", "-p", "tests.conftest")
-    assert "Different tests were collected between gw" in done.stdout
-
-
 def test_a_run_of_the_night_has_no_budget(tmp_path: Path) -> None:
     done = reported_run(tmp_path, PROCESS, "-m", "long or not long")
     assert done.returncode == 0, done.stdout + done.stderr
