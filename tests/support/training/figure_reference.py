@@ -71,6 +71,7 @@ def _of_rows(records: Sequence[Record]) -> dict[str, float]:
         "zero_spread_groups": np.mean(equal),
         **_of_parts(records),
         **_of_answers(records),
+        **_of_phrases(records),
         **_of_lengths([r for r in records if r["reward"] is not None]),
         "branches_mean": np.mean([1 + len(r["branch_starts"]) for r in records]),
         **_of_conversations(records),
@@ -85,6 +86,17 @@ def _of_answers(records: Sequence[Record]) -> dict[str, float]:
         "eos_share": np.mean([r["outcome"] == "eos" for r in records]),
         "same_text_share": max(texts.count(text) for text in texts) / len(texts),
     }
+
+
+def _of_phrases(records: Sequence[Record]) -> dict[str, float]:
+    """The share of answers with the most frequent run of eight tokens, of one answer to each of 64 prompts."""
+    one_each = list({r["group"]: r for r in records}.values())[:64]
+    holders: dict[tuple[int, ...], set[int]] = {}
+    for number, record in enumerate(one_each):
+        tokens = [token for token, is_sampled in zip(record["token_ids"], record["mask"], strict=True) if is_sampled]
+        for first in range(len(tokens) - 7):
+            holders.setdefault(tuple(tokens[first : first + 8]), set()).add(number)
+    return {"same_phrase_share": max(map(len, holders.values())) / len(one_each)} if holders else {}
 
 
 def _of_lengths(scored: Sequence[Record]) -> dict[str, float]:

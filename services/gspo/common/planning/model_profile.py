@@ -173,8 +173,8 @@ def _count(folder: Path, trust_remote_code: bool) -> str:
         raise InputError(*json.loads(lines[-1]))
     if done.returncode or not lines:
         reason = " ".join(_error_lines(done.stderr))
-        rule = f"transformers makes no causal language model of its config.json ({reason})"
-        fix = "Correct the file, or name a model that transformers knows"
+        rule = f"the sizes of the model of its config.json cannot be counted ({reason})"
+        fix = "Correct the file, or name a model that transformers knows. `gspo run` starts without this count"
         if "trust_remote_code" in reason:
             fix = (
                 "If you trust the Python code of this model, allow it: model.trust_remote_code, or --trust-remote-code"
