@@ -3,11 +3,9 @@
 The receiver has checked the digest of its bytes before vLLM is paused.
 """
 
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,7 +23,7 @@ from gspo.common.host.bfloat16_products import use_float32_products
 from gspo.generation.engine.tied_heads import EMBEDDING
 from gspo.generation.engine.worker.direct_writes import DirectWrites
 from gspo.generation.engine.worker.expected_warnings import filter_expected_warnings
-from gspo.generation.engine.worker.in_place import ChangesInPlace
+from gspo.generation.engine.worker.in_place import ChangesInPlace, mapped
 
 BACKEND = "gspo"
 # The refusal of a policy that is not the whole of the model, in the text that comes out of vLLM's process.
@@ -141,9 +139,7 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
 
 
 def _mapped_tensors(path: str, places: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    with Path(path).open("rb") as file:
-        # Private: vLLM's loaders may write to their tensors without changing the staged copy.
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    memory = mapped(path)
     for place in places:
         dtype, shape = getattr(torch, place["dtype"]), place["shape"]
         flat = torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=place["offset"])

@@ -74,13 +74,18 @@ class ChangesInPlace:
 
 
 def _patches(path: str, tensors: Iterable[dict[str, Any]], device: torch.device) -> Iterator[CheckpointWeightPatch]:
-    with Path(path).open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    memory = mapped(path)
     for it in tensors:
         dtype = getattr(torch, it["dtype"])
         read = partial(torch.frombuffer, memory, count=it["num_changed"])
         elements, positions = read(dtype=dtype, offset=it["elements"]), read(dtype=torch.int32, offset=it["positions"])
         yield CheckpointWeightPatch(it["name"], tuple(it["shape"]), dtype, elements.to(device), positions.to(device))
+
+
+def mapped(path: str) -> mmap.mmap:
+    """A shared file, privately: vLLM's loaders may write to their tensors without changing it."""
+    with Path(path).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
