@@ -153,6 +153,7 @@ class LearnerConfig(Section):
         "decay_matrices_only": False,
         "bfloat16_states": False,
         "clip_split_every": 0,
+        "model_dropout": True,
     }
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
@@ -163,6 +164,11 @@ class LearnerConfig(Section):
         True,
         description="Whether states between layers are bfloat16 too: the residual stream, and what norms give on. Runs "
         "that began without it keep them in float32",
+    )
+    model_dropout: bool = Field(
+        False,
+        description="Whether the dropout of the model's config.json and the noise of its routers act in training. "
+        "Engines sample without them, so ratios get noise. Runs that began before this key go on with them",
     )
     learning_rate: PositiveFloat = Field(1e-6, description="Peak learning rate of AdamW", json_schema_extra=ON_RESUME)
     schedule: Literal["constant", "linear", "cosine"] = Field(

@@ -326,7 +326,7 @@ class Config(Section):
             yield self.wrong(
                 "learner.schedule", "needs a known number of steps", "Set run.total_steps, or schedule: constant"
             )
-        moves = self.algorithm.updates_per_step > 1 or self.learner.lora.dropout > 0
+        moves = self.algorithm.updates_per_step > 1 or self.learner.lora.dropout > 0 or self.learner.model_dropout
         if self.algorithm.routing_replay == "learner" and not moves:
             yield self.wrong(
                 "algorithm.routing_replay",

@@ -5,10 +5,11 @@ trainer.py wraps it in DeepSpeed.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 import torch
@@ -52,6 +53,10 @@ EXPERTS = "gspo_grouped"
 ROUNDED = "gspo_rounded"
 # The end of the names of norms' classes.
 _NORM = "Norm"
+# In the names of the modules of learner.lora.dropout.
+_LORA_DROPOUT = "lora_dropout"
+# Whether a module checkpoints activations, by its attribute.
+_CHECKPOINTS = "gradient_checkpointing"
 
 
 class PolicyModel(nn.Module):
@@ -72,6 +77,21 @@ class PolicyModel(nn.Module):
         self.causal_lm, self.adapters = causal_lm, adapters
         self._temperature, self._dtype = config.sampling.temperature, getattr(torch, config.learner.dtype)
         self._is_compiled, self._takes_many_rows = config.learner.torch_compile, takes_many_rows(config.learner)
+        self._has_dropout = config.learner.model_dropout
+        if not self._has_dropout:
+            _end_dropout_of_checkpoints(causal_lm)
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's. The model's own dropout and its routers' noise act only with `learner.model_dropout`.
+
+        Without it all code is in evaluation mode, but for adapters' dropout and what checkpoints activations: that does
+        so in training mode alone.
+        """
+        super().train(mode)
+        if mode and not self._has_dropout:
+            for name, module in self.causal_lm.named_modules():
+                module.training = _LORA_DROPOUT in name or getattr(module, _CHECKPOINTS, False)
+        return self
 
     def forward(
         self,
@@ -117,6 +137,7 @@ class PolicyModel(nn.Module):
             self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             self.causal_lm.gradient_checkpointing_disable()
+        self.train(self.training)
 
     def _logprobs(
         self, hidden_ND: Tensor, target_N: Tensor, temperature_N: Tensor | None, kept_NK: Tensor | None
@@ -135,6 +156,15 @@ class PolicyModel(nn.Module):
             return kept_logprobs(hidden_ND, head_VD, target_N, kept_NK, temperature=temperature, chunk_size=rows)
         function = fused_token_logprobs if self._is_compiled else token_logprobs
         return function(hidden_ND, head_VD, target_N, temperature=temperature, chunk_size=rows)
+
+
+def _end_dropout_of_checkpoints(causal_lm: PreTrainedModel) -> None:
+    """Modules that can checkpoint activations may be in training mode, so their own rates of dropout become 0."""
+    for module in causal_lm.modules():
+        if hasattr(module, _CHECKPOINTS):
+            rates = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+            for name in rates:
+                setattr(module, name, 0.0)
 
 
 @dataclass(frozen=True)
@@ -170,6 +200,18 @@ def hidden_states(
     return states
 
 
+@contextmanager
+def in_evaluation(causal_lm: PreTrainedModel) -> Iterator[None]:
+    """A block without dropout; after it, each module is in its mode of before."""
+    modes = [(module, module.training) for module in causal_lm.modules()]
+    causal_lm.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @torch.no_grad()
 def can_be_packed(causal_lm: PreTrainedModel, ranks: SequenceRanks | None = None) -> bool:
     """Whether packed rollouts stay apart in the model: not if it recurs, or has its own attention.
@@ -184,17 +226,15 @@ def can_be_packed(causal_lm: PreTrainedModel, ranks: SequenceRanks | None = None
     vocabulary, device = causal_lm.config.get_text_config().vocab_size, causal_lm.device
     tokens = [torch.arange(1, 1 + length, device=device) * 7 % vocabulary for length in (5, 5, 3)]
     line = PackedRollouts.of([len(token_S) for token_S in tokens], 10).to(device)
-    training = causal_lm.training
-    causal_lm.eval()
     try:
-        apart = [hidden_states(causal_lm, token_S[None], None)[0] for token_S in tokens]
-        packed = hidden_states(causal_lm, torch.cat(tokens)[None], line, ranks)[0]
-        if ranks is not None:
-            packed = ranks.whole(packed, len(line.position_S))
+        with in_evaluation(causal_lm):
+            apart = [hidden_states(causal_lm, token_S[None], None)[0] for token_S in tokens]
+            packed = hidden_states(causal_lm, torch.cat(tokens)[None], line, ranks)[0]
+            if ranks is not None:
+                packed = ranks.whole(packed, len(line.position_S))
     except _TRIAL_ERRORS:
         return False  # it takes no positions, say
     finally:
-        causal_lm.train(training)
         attend_to(None)
     return torch.allclose(torch.cat(apart), packed, rtol=1e-3, atol=1e-3)
 

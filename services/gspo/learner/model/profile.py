@@ -56,12 +56,8 @@ def profile(folder: Path, *, trust_remote_code: bool = False) -> ModelProfile:
             attn_implementation=attention_name(),
             experts_implementation=EXPERTS,
             trust_remote_code=trust_remote_code,
-        ).train()
+        ).eval()
         causal_lm.tie_weights()
-        for module in causal_lm.modules():
-            if hasattr(module, "layerdrop"):
-                # Training draws whether it leaves a layer out. A fake tensor has no such answer.
-                module.training = False
         saved = {dtype: _saved_by_tokens(causal_lm, dtype) for dtype in ("bfloat16", "float32")}
     counts = _counts(causal_lm, saved)
     _try_logits(causal_lm, folder)

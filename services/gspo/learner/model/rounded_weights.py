@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gspo.learner.model.named_weights import Whole
-from gspo.learner.model.network import ROUNDED, hidden_states, is_product, taken
+from gspo.learner.model.network import ROUNDED, hidden_states, in_evaluation, is_product, taken
 from gspo.learner.model.spread_weights import whole_where_used
 
 log = structlog.get_logger()
@@ -116,11 +116,8 @@ def _trial_states(causal_lm: PreTrainedModel, dtype: torch.dtype, whole: Whole, 
                 for weight, data in stored:
                     weight.data = data
 
-    device, training = causal_lm.device, causal_lm.training
+    device = causal_lm.device
     token_S = torch.arange(8, device=device) * 7 % causal_lm.config.get_text_config().vocab_size
-    causal_lm.eval()
-    try:
-        with whole_where_used(causal_lm, prepared), torch.autocast(device.type, dtype, cache_enabled=False):
-            return hidden_states(causal_lm, token_S[None], None)
-    finally:
-        causal_lm.train(training)
+    lower = torch.autocast(device.type, dtype, cache_enabled=False)
+    with in_evaluation(causal_lm), whole_where_used(causal_lm, prepared), lower:
+        return hidden_states(causal_lm, token_S[None], None)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, __version__
 
 from gspo.common.errors import InputError
 from gspo.learner.model.batch import MicroBatch, StepBatch
-from gspo.learner.model.network import hidden_states
+from gspo.learner.model.network import hidden_states, in_evaluation
 from gspo.learner.ranks.process_group import sum_over_ranks
 from gspo.learner.ranks.sequence_ranks import SequenceRanks
 from gspo_core.stats import Stats, mean_stats, merge
@@ -185,14 +185,12 @@ class Routers:
         hooks = [module.register_forward_pre_hook(partial(note, layer)) for layer, module in enumerate(experts)]
         vocabulary, device = causal_lm.config.get_text_config().vocab_size, causal_lm.device
         token_RS = (torch.arange(2 * _TRIAL_TOKENS, device=device) * 7 % vocabulary).view(2, -1)
-        training = causal_lm.training
-        causal_lm.eval()
         self._handler = handler
         try:
-            hidden_states(causal_lm, token_RS, None)
+            with in_evaluation(causal_lm):
+                hidden_states(causal_lm, token_RS, None)
         finally:
             self._handler = None
-            causal_lm.train(training)
             for hook in hooks:
                 hook.remove()
         return used

@@ -346,6 +346,7 @@ def test_the_presets_of_papers_have_their_objectives() -> None:
         ({"num_mini_batches": 1, "ppo_epochs": 2}, {}),
         # A pass with dropout has other states before the routers.
         ({"num_mini_batches": 1}, {"lora": {"rank": 4, "dropout": 0.1}}),
+        ({"num_mini_batches": 1}, {"model_dropout": True}),
     ],
 )
 def test_experts_are_replayed_where_they_could_be_others(
