@@ -14,9 +14,10 @@ from pathlib import Path
 from rich.console import Console
 
 from gspo.cli.processes.child import Program
-from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, InterruptedRunError
+from gspo.cli.processes.exit_codes import InterruptedRunError
 from gspo.cli.processes.programs import Job, service_programs
 from gspo.cli.run.training import run
+from gspo.common.errors import EXIT_INTERRUPTED
 
 MODULES = {f"gspo.{name}": f"benchmarks.simulated.{name}" for name in ("generation", "learner")}
 

@@ -12,8 +12,8 @@ from gspo.common.host.packages import checked_packages
 
 with checked_packages():
     from gspo.cli.commands import app
-    from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, InterruptedRunError, RunError
-    from gspo.common.errors import EXIT_FAILED, InputError, exit_bad_input
+    from gspo.cli.processes.exit_codes import InterruptedRunError, RunError
+    from gspo.common.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, exit_bad_input
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # The message of Path.resolve until Python 3.13.

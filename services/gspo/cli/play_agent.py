@@ -10,8 +10,8 @@ from rich.console import Console
 from gspo.agents.player.loading import UnfitAgentError, load_agent
 from gspo.agents.player.task import Agent
 from gspo.agents.worker import AgentWorker, RunUnreachableError
-from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
-from gspo.common.errors import InputError
+from gspo.cli.processes.exit_codes import RunError
+from gspo.common.errors import EXIT_INTERRUPTED, InputError
 
 _REPORT_EVERY_S = 30.0
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 # The process has put on record what it will do otherwise; a supervisor starts it again, and counts no death.
 EXIT_START_AGAIN = 4
 # Beginning of a line of a check that does not end the run.

@@ -67,6 +67,8 @@ def _cells() -> Iterator[tuple[str, str]]:
             columns = [cell.lower() for cell in row]
         elif row[:2] == ["trainer", "keys"]:
             columns = row
+        elif row[:1] == ["here"]:  # of trainers without a list of keys
+            columns = []
         elif columns[:2] == ["trainer", "keys"] and row:
             yield row[1], row[0].lower()
         else:

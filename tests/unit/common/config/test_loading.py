@@ -212,6 +212,41 @@ def test_a_name_is_also_a_folder_and_part_of_a_key(minimal: dict[str, Any], name
 
 
 @pytest.mark.parametrize(
+    ("text", "trainer", "word"),
+    [
+        ("data: {}\nactor_rollout_ref:\n  hybrid_engine: true\n", "verl", "actor_rollout_ref"),
+        ("python3 -m verl.trainer.main_ppo \\\n  actor_rollout_ref.rollout.n=8\n", "verl", "actor_rollout_ref"),
+        ("deepspeed --module openrlhf.cli.train_ppo_ray\n", "OpenRLHF", "openrlhf"),
+        ("actor_infer: {}\nactor_train: {per_device_train_batch_size: 1}\n", "ROLL", "actor_infer"),
+        ("trial_name: a\ngconfig: {n_samples: 4}\n", "AReaL", "gconfig"),
+        ("ARGS=(\n   --rollout-batch-size 4\n)\n", "slime", "rollout-batch-size"),
+        ("max_steps = 20\n[model]\n[orchestrator]\n", "prime-rl", "orchestrator"),
+        ("num_generations: 16\nseed: 42\n", "TRL", "num_generations"),
+    ],
+)
+def test_a_file_of_another_trainer_is_one_error_that_names_it(
+    tmp_path: Path, text: str, trainer: str, word: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        read_config(path)
+    assert error.value.where == str(path)
+    assert error.value.rule == f"is a file of {trainer}, by its word '{word}'"
+    assert error.value.fix.endswith(f"docs/migration.md has the keys of {trainer}")
+
+
+def test_a_comment_or_a_value_about_another_trainer_does_not_hide_the_error(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("# from verl's actor_rollout_ref\nname: [\n")
+    with pytest.raises(InputError, match="is not YAML"):
+        read_config(path)
+    path.write_text("name: num_generations\n")
+    with pytest.raises(InputError, match="model: is missing"):
+        read_config(path)
+
+
+@pytest.mark.parametrize(
     ("text", "rule"),
     [
         ("a: [1", "is not YAML"),

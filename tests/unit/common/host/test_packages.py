@@ -49,6 +49,12 @@ def test_every_program_names_an_old_package_before_it_imports_it(tmp_path: Path,
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
+def test_ctrl_c_during_the_imports_is_an_exit_code() -> None:
+    with pytest.raises(SystemExit) as end, checked_packages():
+        raise KeyboardInterrupt
+    assert end.value.code == 130
+
+
 def refusal(capsys: pytest.CaptureFixture[str]) -> str:
     """The message in place of a block of imports; empty if the block is run."""
     try:
