@@ -156,6 +156,7 @@ _ALL = (
         "the arithmetic example, from its cold start to its report",
         "held-out accuracy rises by 0.05",
         (*_ENGINES, *_TRAINING, "redis", "fastapi"),
+        "run",
         least_s=90,
         beside=True,
     ),
@@ -172,7 +173,6 @@ _ALL = (
         "none: it shows",
         (*_ENGINES, *_TRAINING, "redis", "fastapi"),
         "run",
-        on_cpu=False,
         least_s=150,
     ),
     # The same code again: on a CPU it would show nothing new.

@@ -155,7 +155,7 @@ def test_vllm_finds_our_plugin_without_an_installation(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_the_code_of_the_parts_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tmp_path / "results.json"
     code = call(monkeypatch, "--device", "cpu", "--folder", tmp_path, "--results", results)
