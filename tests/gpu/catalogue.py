@@ -96,6 +96,13 @@ _ALL = (
         beside=True,
     ),
     Part(
+        "requests",
+        "the tests of requests in vLLM: pauses, spans of versions, stops, the salt of the prefix cache, draft tokens",
+        "all pass",
+        (*_BOTH, "pytest", "pytest_asyncio", "redis"),
+        beside=True,
+    ),
+    Part(
         "changes",
         "the changes of a version, loaded into the weights in place, beside whole loads",
         "the same weights as a whole load, there and back; in at most half of its time",

@@ -15,10 +15,16 @@ import pytest
 import pytest_asyncio
 
 from gspo.common.config.engines import GenerationConfig
+from gspo.common.host.machine import CACHE_ARGUMENT, GIB, SHARE_ARGUMENT, torch_is_for_cpus
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.support.tiny_model import make_tiny_model
 from tests.support.weights import store_tied_head
+
+# A GPU has other engines too, where the part `requests` of `make gpu-test` runs these tests.
+_ENGINE: dict[str, Any] = (
+    {} if torch_is_for_cpus() else {SHARE_ARGUMENT: 0.05, CACHE_ARGUMENT: GIB, "enforce_eager": True}
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ async def running_engine(root: Path, **generation: Any) -> AsyncIterator[SharedE
     """
     folder = store_tied_head(make_tiny_model(root, seed=1, scale=4.0))
     copies = PolicyCopies.from_folder(folder, "float32")
-    keys = GenerationConfig(max_rollouts=64, kv_cache_gb=0.25, **generation)
+    keys = GenerationConfig(max_rollouts=64, kv_cache_gb=0.25, engine=_ENGINE, **generation)
     engine = await Engine.start(engine_arguments(folder, keys, max_model_len=512))
     yield SharedEngine(engine, copies, [folder])
     await engine.stop()
