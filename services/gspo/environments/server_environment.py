@@ -1,12 +1,14 @@
 """The sessions of environments on servers: each begins with a rollout, is pinged while the policy writes, and closed.
 
-The server keeps the state, so a rollout's state here is the record of its session (session_record.py). A full server
-is waited for, an unreachable one for a while. If the environment is declared deterministic (`environment.replay`), a
-lost session is replayed: another one gets its recorded actions. Otherwise it fails the rollout's attempt, no more:
-episodes.py begins the rollout anew.
+The server keeps the state, so a rollout's state here is the record of its session, saved with its tokens. A full
+server is waited for, an unreachable one for a while. If the environment is declared deterministic
+(`environment.replay`), a lost session is replayed: another one gets its recorded actions. Otherwise it fails the
+rollout's attempt, no more: episodes.py begins the rollout anew.
 
 waits for: the server. unblocked by: its answer, a place on it, reach_timeout_s.
 """
+
+from __future__ import annotations
 
 import asyncio
 import hashlib
@@ -16,6 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,7 +31,6 @@ from gspo.common.tasks import wait_until_set
 from gspo.common.telemetry import metrics
 from gspo.environments.environment import Environment, failed
 from gspo.environments.openenv_server import OpenEnvSessions
-from gspo.environments.session_record import SessionRecord
 from gspo.environments.session_server import HttpSessions, ServerTroubleError, ServerTurn, SessionServer
 from gspo_proto.reward_pb2 import EnvironmentReply, ResetRequest, StepRequest
 
@@ -41,8 +43,62 @@ _CLOSE_PAUSES_S = (0.2, 1.0, 0.0)
 # After a cancellation, until it is known who has the rollout now.
 _SETTLED_S = 2.0
 _SHUTDOWN_S = 10.0
+_DIGEST_CHARS = 16
 log = structlog.get_logger()
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """A session, and the actions by which it can be made again.
+
+    Attributes:
+        session: Its id.
+        num_steps: Steps that it has had.
+        actions: Those of its steps; none are kept without `environment.replay`.
+        answers: Digests of the answers to reset and steps; None without `environment.replay`.
+    """
+
+    session: str
+    num_steps: int
+    actions: tuple[Any, ...] = ()
+    answers: tuple[str, ...] | None = None
+
+    @classmethod
+    def begun(cls, session: str, turn: ServerTurn, *, keeps_actions: bool) -> SessionRecord:
+        """A session after its reset."""
+        return cls(session, 0, (), (_digest(turn),) if keeps_actions else None)
+
+    @classmethod
+    def from_json(cls, text: str) -> SessionRecord:
+        """The record in a rollout's state."""
+        state = json.loads(text)
+        answers = state.get("answers")
+        return cls(
+            state["episode_id"],
+            state["step_count"],
+            tuple(state.get("actions", ())),
+            None if answers is None else tuple(answers),
+        )
+
+    def to_json(self) -> str:
+        """The text that `from_json` reads."""
+        state: dict[str, Any] = {"episode_id": self.session, "step_count": self.num_steps}
+        if self.answers is not None:
+            state |= {"actions": self.actions, "answers": self.answers}
+        return json.dumps(state)
+
+    def after(self, action: Any, turn: ServerTurn) -> SessionRecord:
+        """The record after one more step."""
+        if self.answers is None:
+            return SessionRecord(self.session, self.num_steps + 1)
+        answers = (*self.answers, _digest(turn))
+        return SessionRecord(self.session, self.num_steps + 1, (*self.actions, action), answers)
+
+    def is_beginning_of(self, other: SessionRecord) -> bool:
+        """Whether another session has begun with the same actions and answers."""
+        mine, others = self.answers or (), other.answers or ()
+        return self.actions == other.actions[: len(self.actions)] and mine == others[: len(mine)]
 
 
 class ServerEnvironment(Environment):
@@ -328,6 +384,11 @@ def session_server(environment: EnvironmentConfig, reward: RewardConfig | None =
             ping_every_s=environment.ping_every_s,
         )
     return HttpSessions(environment.url or "")
+
+
+def _digest(turn: ServerTurn) -> str:
+    answer = json.dumps([turn.observation, turn.reward, turn.done], sort_keys=True)
+    return hashlib.sha256(answer.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
 def _spread(seconds: float, most: float) -> float:

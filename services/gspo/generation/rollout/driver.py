@@ -110,7 +110,8 @@ class RolloutDriver:
             return
         if piece.finish == "aborted" and not fired.is_set():
             raise RolloutAbortedError(f"rollout {rollout.rollout_key} was aborted in the engine")
-        rollout.on_sampled(cut_at_stop(self._tokenizer, rollout.policy_turn, piece, sampling.stop))
+        piece = cut_at_stop(self._tokenizer, rollout.policy_turn, piece, sampling.stop)
+        rollout.on_sampled(piece)
 
     @contextmanager
     def _time_limit(self, request_id: str, timeout_s: float) -> Iterator[asyncio.Event]:
