@@ -37,6 +37,8 @@ SHAPES = {"a": (300, 100), "b": (50,)}
 ONE_RANK: list[tuple[str, ...]] = [("a", "b", "c")]
 THREE_RANKS: list[tuple[str, ...]] = [("b", "c"), ("a",), ()]
 OWNED = ONE_RANK
+# The file that generators have in common, unless a test names another one.
+POLICIES: Path | None = None
 
 
 def policy(version: int) -> PolicyWeights:
@@ -145,12 +147,20 @@ def serve(generators: list[PushTarget], version: PolicyWeights) -> bool:
 
 
 def flipped(frame: WeightFrame) -> WeightFrame:
-    """One bit of the weights is another."""
+    """One bit of the weights, or of the packed changes, is another."""
     broken = WeightFrame()
     broken.CopyFrom(frame)
-    data = frame.tensors[0].data
-    broken.tensors[0].data = bytes([data[0] ^ 1]) + data[1:]
+    run = broken.tensors[0]
+    if run.HasField("changes"):
+        run.changes.packed = _with_flipped_bit(run.changes.packed)
+    else:
+        run.data = _with_flipped_bit(run.data)
     return broken
+
+
+def _with_flipped_bit(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
 async def sent_to(address: str, frames: AsyncIterator[WeightFrame], timeout_s: float | None = 10.0) -> PushResult:
@@ -213,7 +223,7 @@ async def generator(
     if model:
         copies = PolicyCopies.from_folder(model, config.generation.dtype)
     else:
-        copies = PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16", policies)
+        copies = PolicyCopies({**SHAPES, **(ignored or {})}, "bfloat16", policies or POLICIES)
         if not copies.serving.is_whole:
             for tensor, bits in policy(0).bits.items():
                 copies.serving.put(tensor, bits.reshape(-1))

@@ -204,7 +204,7 @@ class Receiver:
         """Wait for the version while another generator of this host takes it.
 
         Raises:
-            PushRefusedError: The other one has not ended its push. The next one is to this generator itself.
+            PushRefusedError: The other one has not ended its push. The next one is to this generator itself, at once.
         """
         place = PolicyPlace.ELSEWHERE
         while place is PolicyPlace.ELSEWHERE:
@@ -212,7 +212,7 @@ class Receiver:
             place = await _uncancelled(asyncio.to_thread(self._copies.find, header.digest))
         if place is PolicyPlace.NOWHERE:
             raise PushRefusedError(
-                grpc.StatusCode.UNAVAILABLE,
+                grpc.StatusCode.ABORTED,
                 f"another generator of this host began to take version {header.version} and has not ended it; nothing "
                 "was loaded",
             )
@@ -262,7 +262,7 @@ class Receiver:
         except grpc.aio.AioRpcError as error:
             is_gone = error.code() is grpc.StatusCode.NOT_FOUND
             raise PushRefusedError(
-                grpc.StatusCode.ABORTED if is_gone else grpc.StatusCode.UNAVAILABLE,
+                grpc.StatusCode.NOT_FOUND if is_gone else grpc.StatusCode.UNAVAILABLE,
                 f"a rank of the learner at {address} did not send its share of version {header.version} "
                 f"({error.code().name}: {error.details()}); nothing was loaded",
             ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import pytest
 from redis.asyncio import Redis
 
 from gspo.generation.engine import staging
+from gspo.generation.engine.staging import PolicyCopies, PolicyPlace
 from gspo.learner.push import replicas
+from gspo.learner.push.replicas import GeneratorReplica
 from gspo.learner.push.weight_updates import push_header
 from gspo_proto.generation_pb2 import WeightFrame
 from tests.support import push_peers
@@ -92,18 +95,83 @@ async def test_a_version_comes_once_for_all_and_is_there_for_who_starts_again(
         assert num_frames(again) == 0
 
 
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those that count, as the name of the generator and the reason."""
+    fail, noted = GeneratorReplica.fail, list[str]()
+
+    def note(self: GeneratorReplica, problem: str, **more: bool) -> bool:
+        noted.append(f"{self.instance.name}: {problem}")
+        return fail(self, problem, **more)
+
+    monkeypatch.setattr(GeneratorReplica, "fail", note)
+    return noted
+
+
+@pytest.mark.parametrize("version", [1, 2])
 async def test_who_gets_other_bits_keeps_them_from_the_others_and_loads_what_they_have(
-    redis: Redis, redis_url: str, tmp_path: Path, file: Path
+    redis: Redis, redis_url: str, tmp_path: Path, file: Path, failures: list[str], version: int
+) -> None:
+    """Of whole tensors, and of changes."""
+    config = run_config(tmp_path, make_run)
+    async with generator(config, redis_url, "bad", policies=file) as bad, learner(config, redis_url) as learning:
+        for good_version in range(1, version):
+            await published(learning, good_version, bad)
+        bad.corrupt = flipped
+        await learning.publish(policy(version))
+        await learning.until(lambda: bool(failures))
+        assert bad.serves == (version - 1, policy(version - 1).digest)
+        assert [header.base_digest for header in bad.headers][-1] == (policy(1).digest if version > 1 else "")
+        async with generator(config, redis_url, "good", policies=file) as good:
+            await learning.until(lambda: serve([bad, good], policy(version)))
+    assert failures and all(failure.startswith("bad: DATA_LOSS: ") for failure in failures)
+
+
+async def test_those_who_wait_for_one_that_fails_have_not_failed_and_take_the_version_at_once(
+    redis: Redis, redis_url: str, tmp_path: Path, file: Path, failures: list[str]
 ) -> None:
     config = run_config(tmp_path, make_run)
     async with (
-        generator(config, redis_url, policies=file) as bad,
-        generator(config, redis_url, policies=file) as good,
+        generator(config, redis_url, "generation-0", policies=file) as first,
+        generator(config, redis_url, "generation-1", policies=file) as second,
         learner(config, redis_url) as learning,
     ):
-        bad.corrupt = flipped
-        for version in (1, 2, 3):
-            await published(learning, version, bad, good)
+        failing = PolicyCopies(push_peers.SHAPES, "bfloat16", file)
+        assert failing.find(policy(1).digest) is PolicyPlace.NOWHERE
+        await learning.publish(policy(1))
+        await learning.until(lambda: len(first.headers) == len(second.headers) == 1)
+        await asyncio.sleep(3 * staging.LOOK_S)
+        assert first.serves == second.serves == (0, policy(0).digest)
+        failing.abandon()
+        await learning.until(lambda: serve([first, second], policy(1)))
+        assert num_frames(first, second) == len(policy(1).bits)
+        failing.close()
+    assert failures == []
+
+
+async def test_six_that_restart_together_take_the_newest_version_from_the_file(
+    redis: Redis, redis_url: str, tmp_path: Path, file: Path, failures: list[str]
+) -> None:
+    """While the next version comes."""
+    config = run_config(tmp_path, make_run)
+
+    @asynccontextmanager
+    async def six() -> AsyncIterator[list[PushTarget]]:
+        async with AsyncExitStack() as running:
+            names = [f"generation-{number}" for number in range(6)]
+            yield [
+                await running.enter_async_context(generator(config, redis_url, name, policies=file)) for name in names
+            ]
+
+    async with learner(config, redis_url) as learning:
+        async with six() as before:
+            await published(learning, 1, *before)
+        async with six() as again:
+            await learning.until(lambda: serve(again, policy(1)))
+            assert num_frames(*again) == 0
+            await published(learning, 2, *again)
+            assert num_frames(*again) == 1
+    assert failures == []
 
 
 async def test_a_generator_that_serves_an_old_version_keeps_it_and_its_memory_comes_back(

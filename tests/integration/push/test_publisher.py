@@ -6,7 +6,8 @@ Real publisher, frames, gRPC servicer, staging and Redis; the engine is a stand-
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,23 @@ pytestmark = [pytest.mark.asyncio(loop_scope="function"), pytest.mark.timeout(60
 value = metrics.BY_SERVICE["learner"].get_sample_value
 
 
-@pytest.fixture(params=[push_peers.ONE_RANK, push_peers.THREE_RANKS], ids=["one rank", "three ranks"], autouse=True)
-def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it with the ranks of a larger learner too, which serve the tensors that they own."""
-    monkeypatch.setattr(push_peers, "OWNED", request.param)
+LAYOUTS = {
+    "one rank": (push_peers.ONE_RANK, False),
+    "three ranks": (push_peers.THREE_RANKS, False),
+    "one host": (push_peers.THREE_RANKS, True),
+}
+
+
+@pytest.fixture(params=LAYOUTS, autouse=True)
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All of it with the ranks of a larger learner too, and with generators that have their policies in one file."""
+    owned, has_file = LAYOUTS[request.param]
+    monkeypatch.setattr(push_peers, "OWNED", owned)
+    number = os.memfd_create("policies")
+    if has_file:
+        monkeypatch.setattr(push_peers, "POLICIES", Path(f"/proc/{os.getpid()}/fd/{number}"))
+    yield
+    os.close(number)
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +169,7 @@ async def test_a_push_that_never_answers_is_given_up_where_nothing_moves(
 async def test_what_comes_with_another_digest_is_never_loaded(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     config = run_config(tmp_path, make_run)
     async with (
-        generator(config, redis_url, "generation-0") as bad,
+        generator(config, redis_url, "generation-0", policies=tmp_path / "of another host") as bad,
         generator(config, redis_url, "generation-1") as good,
         learner(config, redis_url) as learning,
     ):

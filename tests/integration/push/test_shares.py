@@ -6,6 +6,8 @@ As in test_publisher.py, where all of it runs with three ranks too.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
+from gspo.common.errors import InputError
 from gspo.common.network.grpc_server import MAX_MESSAGE_BYTES, open_channel
 from gspo.learner.push import replicas
 from gspo.learner.push.policy_weights import PolicyWeights
@@ -74,28 +77,57 @@ async def test_a_rank_that_is_gone_leaves_the_old_weights_and_the_next_learner_g
             await resumed.until(lambda: serve([only], policy(1)))
 
 
-async def test_a_rank_that_is_silent_ends_the_push_at_its_deadline(
-    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Like a stopped process: it takes the connection, and never answers."""
-    config, silent = run_config(tmp_path, make_run, push_timeout_s=0.5), asyncio.Event()
+@asynccontextmanager
+async def silent_rank() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """Like a stopped process: it takes connections, and never answers. Its address, and whether it was called."""
+    called = asyncio.Event()
 
     async def say_nothing(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
-        silent.set()
+        called.set()
         await asyncio.sleep(30.0)
 
     stopped = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
     host, port = stopped.sockets[0].getsockname()
-    async with generator(config, redis_url) as only, learner(config, redis_url) as learning:
+    yield f"{host}:{port}", called
+    stopped.close()
+
+
+async def test_a_rank_that_is_silent_ends_the_push_at_its_deadline(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run, push_timeout_s=0.5)
+    async with (
+        silent_rank() as (silent, called),
+        generator(config, redis_url) as only,
+        learner(config, redis_url) as learning,
+    ):
         address = learning.others[0].address
-        learning.others[0].address = f"{host}:{port}"
+        learning.others[0].address = silent
         await learning.publish(policy(1))
-        await learning.until(lambda: silent.is_set() and is_problem(learning, "DEADLINE_EXCEEDED"))
+        await learning.until(lambda: called.is_set() and is_problem(learning, "DEADLINE_EXCEEDED"))
         assert only.serves == (0, policy(0).digest)
         learning.others[0].address = address
         await learning.publish(policy(2))
         await learning.until(lambda: serve([only], policy(2)))
-    stopped.close()
+
+
+async def test_a_pull_from_an_older_learners_rank_ends_when_a_newer_learner_speaks(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, make_run, push_timeout_s=50.0)
+    async with (
+        silent_rank() as (silent, called),
+        generator(config, redis_url) as only,
+        learner(config, redis_url, epoch=1) as old,
+        learner(config, redis_url, epoch=2) as new,
+    ):
+        old.others[0].address = silent
+        await old.publish(policy(1))
+        await old.until(called.is_set)
+        await new.publish(policy(2))
+        await new.until(lambda: serve([only], policy(2)))
+        with pytest.raises(InputError, match="another learner has taken over"):
+            await old.until(lambda: False)
 
 
 async def test_a_rank_keeps_the_last_two_versions_whole_and_says_what_it_has(

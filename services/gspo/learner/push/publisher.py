@@ -288,8 +288,10 @@ class Publisher:
             return  # It took the version, and only its answer was lost.
         if base and replica.digest != base.digest:
             return  # It has lost the version that the changes are to: another push is due at once.
+        if failure.status is grpc.StatusCode.ABORTED:
+            return  # It waited for another generator of its host, which failed: a push to itself is due at once.
         is_newest = self._full is not None and target == self._full.target
-        if failure.status is grpc.StatusCode.ABORTED and not is_newest:
+        if failure.status is grpc.StatusCode.NOT_FOUND and not is_newest:
             return  # Another rank had newer versions alone: their push is due.
         if replica.fail(reason, refuses=failure.status is grpc.StatusCode.INVALID_ARGUMENT):
             log.error("generator_out", generator=replica.name, num_failures=replica.num_failures, reason=reason)

@@ -18,7 +18,7 @@ from tests.support.training.started_ranks import run_ranks
 
 # By day test_trainer_ranks.py compares the versions of two ranks.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
-NUM_RANKS = [2, 4]
+NUM_RANKS = [1, 2, 4]
 
 
 @pytest.fixture(scope="module")

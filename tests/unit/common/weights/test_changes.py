@@ -98,6 +98,24 @@ def test_what_is_broken_is_refused_and_changes_nothing(broken: Callable[[Packed]
     assert bits.tolist() == old.tolist()
 
 
+def test_a_flipped_bit_of_changes_is_refused_or_seen_by_the_fingerprint() -> None:
+    old = np.arange(400, dtype=np.uint16)
+    new = old.copy()
+    new[[3, 17, 90, 399]] = [0, 40000, 91, 7]
+    packed, num_seen = pack_changes(new, old), 0
+    for place in range(8 * len(packed.data)):
+        broken, bits = bytearray(packed.data), old.copy()
+        broken[place // 8] ^= 1 << place % 8
+        try:
+            added = apply_changes(bits, Packed(packed.num_listed, bytes(broken)))
+        except UnpackError:
+            assert bits.tolist() == old.tolist()
+            continue
+        num_seen += bits.tolist() != new.tolist()
+        assert (fingerprint(old) + added == fingerprint(new)) is (bits.tolist() == new.tolist()), place
+    assert num_seen > 10, "the fingerprint was not asked"
+
+
 def test_changes_of_a_longer_run_are_refused() -> None:
     old = np.zeros(100, np.uint16)
     new = old.copy()

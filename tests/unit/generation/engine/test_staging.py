@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,7 @@ import torch
 
 from gspo.common.weights.changes import Packed, pack_changes
 from gspo.common.weights.manifest import policy_digest
+from gspo.generation.engine import staging
 from gspo.generation.engine.staging import PolicyCopies, PolicyPlace, StagingError
 from tests.support.tiny_model import make_tiny_model
 
@@ -125,35 +130,82 @@ def test_a_folder_without_safetensors_is_named(tmp_path: Path) -> None:
         PolicyCopies.from_folder(tmp_path, "float32")
 
 
-def test_a_killed_process_keeps_no_slot_and_what_it_began_is_never_loaded() -> None:
+@pytest.fixture
+def file() -> Iterator[Path]:
+    """As `gspo run` makes it."""
     number = os.memfd_create("policies")
-    file, tensors = Path(f"/proc/{os.getpid()}/fd/{number}"), {"a": (1000,)}
-    copies = PolicyCopies(tensors, "bfloat16", file)
-    copies.serving.finish()
-    begun = f"""
-import os, signal
+    yield Path(f"/proc/{os.getpid()}/fd/{number}")
+    os.close(number)
+
+
+IN_COMMON = {"a": (1000,)}
+_FILL = f"""
+import sys
 from pathlib import Path
+from gspo.generation.engine import staging
 from gspo.generation.engine.staging import PolicyPlace, PolicyCopies
 
-copies = PolicyCopies({tensors}, "bfloat16", Path({str(file)!r}))
+copies = PolicyCopies({IN_COMMON}, "bfloat16", Path(sys.argv[1]))
 assert copies.serving.is_whole
 assert copies.find("next") is PolicyPlace.NOWHERE
 copies.begin(changes=True)
 copies.write("a", 0, b"12")
 print("begun", flush=True)
-signal.pause()
+sys.stdin.readline()
+copies.write("a", 0, b"34")
+copies.finish()
+print(copies.staged_digest(), flush=True)
+sys.stdin.readline()
 """
-    with subprocess.Popen([sys.executable, "-c", begun], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"begun\n"
+
+
+@contextmanager
+def filling(file: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another generator's process, which has begun to fill a slot with the policy `next`."""
+    command = [sys.executable, "-c", _FILL, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        yield process
+        process.kill()
+
+
+def test_a_killed_process_keeps_no_slot_and_what_it_began_is_never_loaded(file: Path) -> None:
+    copies = PolicyCopies(IN_COMMON, "bfloat16", file)
+    copies.serving.finish()
+    with filling(file) as other:
         assert copies.find("next") is PolicyPlace.ELSEWHERE
         other.kill()
         other.wait()
-    assert copies.find("next") is PolicyPlace.NOWHERE
+        assert copies.find("next") is PolicyPlace.NOWHERE
     copies.begin(changes=True)
     assert len(copies._file) == 2
     assert copies.staged_digest() == copies.serving_digest()
     copies.close()
-    os.close(number)
+
+
+def test_a_stopped_process_is_not_waited_for_and_goes_on_in_its_own_slot(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = PolicyCopies(IN_COMMON, "bfloat16", file)
+    copies.serving.finish()
+    monkeypatch.setattr(staging, "_STILL_S", 0.2)
+    with filling(file) as other:
+        assert other.stdin is not None and other.stdout is not None
+        other.send_signal(signal.SIGSTOP)
+        time.sleep(0.3)
+        assert copies.find("next") is PolicyPlace.NOWHERE
+        copies.begin(changes=True)
+        copies.write("a", 0, b"56")
+        copies.finish()
+        copies.promote()
+        digest = copies.serving_digest()
+        other.send_signal(signal.SIGCONT)
+        print("", file=other.stdin, flush=True)
+        of_other = other.stdout.readline().strip()
+        assert bytes(copies.serving.bits("a")[:1]) == b"56" and copies.serving_digest() == digest != of_other
+        assert copies.find(of_other) is PolicyPlace.HERE
+        assert bytes(copies.staged.bits("a")[:1]) == b"34"
+    copies.close()
 
 
 def test_in_a_folder_each_model_has_a_file_which_stays_as_long_as_a_generator_loads_from_it(tmp_path: Path) -> None:
