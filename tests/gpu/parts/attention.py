@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,11 @@ from tests.gpu.part_run import PartRun
 # Positions of the rollouts of a line, the longest first.
 _LENGTHS = {"cuda": (6000, 4000, 3000, 1500, 1000, 500, 300, 83, 1), "cpu": (40, 33, 20, 3, 1)}
 _WINDOWS = {"full": None, "window": 16}
+# Positions of lines of four rollouts, which take these shares.
+_LINES = {"cuda": (4096, 8192, 16_384, 32_768), "cpu": (16, 64)}
+_SHARES = (2, 4, 8, 8)
+# Modules of flash-attn's function for packed lines, the newer first.
+_FLASH_ATTN = ("flash_attn_interface", "flash_attn")
 # Of 8 bits, through a softmax and two products.
 _LARGEST_ERROR, _LARGEST_SIGMA = 0.02, 0.02
 _TIMED = 5
@@ -31,15 +39,15 @@ def run(case: PartRun) -> None:
     torch.manual_seed(0)
     for name, window in _WINDOWS.items():
         _attention(case, name, window)
+    for num_positions in _LINES[case.device]:
+        _line(case, num_positions)
     _output_layer(case)
     _optimizer(case)
 
 
 def _attention(case: PartRun, name: str, window: int | None) -> None:
-    sizes, lengths = case.sizes.model, _LENGTHS[case.device]
-    line = PackedRollouts.of(lengths, max(lengths)).to(torch.device(case.device))
-    heads = (sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["num_key_value_heads"])
-    exact = [_leaf(case, torch.randn(sum(lengths), number, sizes["head_dim"])) for number in heads]
+    lengths = _LENGTHS[case.device]
+    line, exact = _packed(case, lengths)
     rounded = [_leaf(case, tensor.bfloat16()) for tensor in exact]
     if case.device == "cuda":
         case.require(has_variable_length_attention(rounded[0], rounded[2]), "torch has no FlashAttention for this card")
@@ -57,6 +65,39 @@ def _attention(case: PartRun, name: str, window: int | None) -> None:
     case.require(max(errors) < _LARGEST_ERROR, f"{name}: value and gradients differ by {errors}")
     of_rows = _seconds(case, rows, weight)
     case.judge(f"{name}: times faster than rows side by side", of_rows / _seconds(case, ours, weight), at_least=1)
+
+
+def _packed(case: PartRun, lengths: tuple[int, ...]) -> tuple[PackedRollouts, list[Tensor]]:
+    """A line of rollouts, and random float32 queries, keys and values of its positions."""
+    sizes = case.sizes.model
+    heads = (sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["num_key_value_heads"])
+    tensors = [_leaf(case, torch.randn(sum(lengths), number, sizes["head_dim"])) for number in heads]
+    return PackedRollouts.of(lengths, max(lengths)).to(torch.device(case.device)), tensors
+
+
+def _line(case: PartRun, num_positions: int) -> None:
+    """Times of full attention over a line, also of flash-attn's kernels where they are installed."""
+    lengths = tuple(num_positions // share for share in _SHARES)
+    line, exact = _packed(case, lengths)
+    rounded = [_leaf(case, tensor.bfloat16()) for tensor in exact]
+    weight = torch.randn(rounded[0].shape, device=case.device)
+    arguments: Any = (nn.Module(), rounded, line, 0.0, None)
+    ours_s = _seconds(case, lambda: attention_of_line(*arguments), weight)
+    rows_s = _seconds(case, lambda: attention_side_by_side(*arguments), weight)
+    case.note(**{f"line_of_{num_positions}_ms": ours_s * 1e3})
+    case.judge(f"line of {num_positions}: times faster than rows side by side", rows_s / ours_s, at_least=1)
+    module = next((name for name in _FLASH_ATTN if importlib.util.find_spec(name)), None)
+    if module is None or not case.on_gpu:
+        return
+    function = importlib.import_module(module).flash_attn_varlen_func
+    start_R = torch.tensor([0, *lengths], device=case.device).cumsum(0).int()
+
+    def theirs() -> Tensor:
+        out = function(*rounded, start_R, start_R, max(lengths), max(lengths), causal=True)
+        attended: Tensor = out[0] if isinstance(out, tuple) else out
+        return attended
+
+    case.note(**{f"{module}_of_{num_positions}_ms": _seconds(case, theirs, weight) * 1e3})
 
 
 def _output_layer(case: PartRun) -> None:
