@@ -1,15 +1,17 @@
-"""The parts that `step_breakdown` of `make gpu-test` gives the operations of a training step, by a profile on a CPU."""
+"""The time and the kernels of a training step by operation, as parts of `make gpu-test` count them, on a CPU."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
+import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from gspo.learner.training.trainer import Trainer
 from tests.gpu.breakdown import _named_modules, host_seconds, seconds_by_part
+from tests.gpu.parts.repeat import refused_kernels
 from tests.support.tiny_model import make_tiny_model
 from tests.support.training.rollout_rows import make_config, make_rows, train, with_version
 
@@ -57,3 +59,22 @@ def test_operations_go_to_their_parts_in_both_passes(events: list[FunctionEvent]
     assert parts_of(events, "aten::_softmax").keys() == {"attention"}
     assert parts_of(events, "aten::_softmax_backward_data").keys() == {"attention"}
     assert parts_of(events, "aten::_log_softmax").keys() == {"head and loss"}
+
+
+def test_kernels_without_a_deterministic_form_are_named() -> None:
+    done: list[bool] = []
+
+    def work() -> None:
+        torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
+        done.append(torch.are_deterministic_algorithms_enabled())
+
+    assert (refused_kernels(work), done) == (["put_"], [True])
+    assert (refused_kernels(lambda: None), torch.are_deterministic_algorithms_enabled()) == ([], False)
+
+
+def test_another_error_is_no_kernel_without_such_a_form() -> None:
+    def work() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        refused_kernels(work)
