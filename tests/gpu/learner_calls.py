@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gspo.common.config.algorithm import AlgorithmConfig
 from gspo.common.config.loading import parse_config
 from gspo.generation.engine.api import Completion
 from gspo.learner.assembly.rows import Row
@@ -37,6 +38,13 @@ class LogprobDifference:
     largest: float
     mean: float
     means: NDArray[np.float64]
+
+    @property
+    def noise_share(self) -> float:
+        """Share of the answers that this alone puts outside GSPO's default clip."""
+        low, high = AlgorithmConfig(prompt_length=1, response_length=1).clip
+        moved = np.expm1(-self.means)  # the ratio is the learner's over the engine's
+        return float(((moved < -low) | (moved > high)).mean())
 
 
 def rows_of(prompts: Sequence[list[int]], completions: Sequence[Completion], num_in_group: int = 4) -> list[Row]:

@@ -6,6 +6,8 @@ Their weights mean nothing, and cost as much as trained ones.
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +87,18 @@ def random_model(folder: Path, shape: str, device: str) -> Path:
     Its matrices are spread twice as wide as a fresh model's, so that its answers' distribution is not flat and a
     fault shows in the log-probs.
     """
+    return drawn_once(folder, partial(_draw_model, shape=shape, device=device))
+
+
+def drawn_once(folder: Path, draw: Callable[[Path], None]) -> Path:
+    """A folder that the first part which wants it draws; parts beside each other may want the same."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Parts beside each other want the same model.
+    is_drawn = folder.parent / f"{folder.name}.drawn"
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "tokenizer.json").exists():
-            _draw_model(folder, shape, device)
+        if not is_drawn.exists():
+            draw(folder)
+            is_drawn.touch()
     return folder
 
 
@@ -110,4 +118,4 @@ def _draw_model(folder: Path, shape: str, device: str) -> None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)  # the last, so that its file says that all is there
+    tokenizer.save_pretrained(folder)

@@ -154,6 +154,23 @@ def test_vllm_finds_our_plugin_without_an_installation(tmp_path: Path) -> None:
     )
 
 
+def test_a_model_that_several_parts_want_is_drawn_once(tmp_path: Path) -> None:
+    from tests.gpu.random_models import drawn_once  # here: it imports torch
+
+    drawn: list[str] = []
+
+    def draw(folder: Path) -> None:
+        drawn.append(folder.name)
+        if len(drawn) == 1:
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        drawn_once(tmp_path / "models/a-0.6b", draw)
+    for name in ("a-0.6b", "a-0.6b", "a-8b"):
+        assert drawn_once(tmp_path / "models" / name, draw).name == name
+    assert drawn == ["a-0.6b", "a-0.6b", "a-8b"]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_code_of_the_parts_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

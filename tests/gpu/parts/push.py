@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +24,9 @@ from tests.gpu.engine_calls import answers, engine_of, prompts_of
 from tests.gpu.learner_calls import difference
 from tests.gpu.part_run import PartRun
 from tests.gpu.parts.parity import LIMITS
+from tests.gpu.random_models import drawn_once
 
+_WEIGHTS = "model.safetensors"
 _PIECE_BYTES = 16 << 20
 # Rounding sends some tokens to other experts, which moves their log-probs far. Other weights would move them farther.
 _MIXTURE_LIMIT = 0.3
@@ -94,8 +96,13 @@ def stage_policy(copies: PolicyCopies, policy: PolicyWeights) -> None:
 
 def changed_model(case: PartRun, version: int, share: float = 1.0) -> tuple[Path, PolicyWeights]:
     """The model with this share of its weights moved a little: a folder, and the same as the learner publishes it."""
-    folder = case.folder / f"{case.part}-{case.model.name}-version-{version}"
-    shutil.copytree(case.model, folder, dirs_exist_ok=True)
+    name = f"{case.model.name}-version-{version}-{share:g}"
+    folder = drawn_once(case.folder / name, partial(_draw_version, case=case, version=version, share=share))
+    return folder, weights_from(version, load_file(folder / _WEIGHTS))
+
+
+def _draw_version(folder: Path, *, case: PartRun, version: int, share: float) -> None:
+    shutil.copytree(case.model, folder, ignore=shutil.ignore_patterns(_WEIGHTS), dirs_exist_ok=True)
     # On the card: a CPU takes 25 s to draw so many numbers.
     chance = torch.Generator(case.device).manual_seed(version)
 
@@ -104,7 +111,6 @@ def changed_model(case: PartRun, version: int, share: float = 1.0) -> tuple[Path
         factor[torch.rand(tensor.shape, generator=chance, device=case.device) >= share] = 1
         return (tensor.float() * factor).bfloat16().cpu().contiguous()
 
-    weights = load_file(case.model / "model.safetensors", device=case.device)
-    tensors: Mapping[str, torch.Tensor] = {name: changed(tensor) for name, tensor in weights.items()}
-    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, weights_from(version, tensors)
+    weights = load_file(case.model / _WEIGHTS, device=case.device)
+    changed_weights = {name: changed(tensor) for name, tensor in weights.items()}
+    save_file(changed_weights, folder / _WEIGHTS, metadata={"format": "pt"})
