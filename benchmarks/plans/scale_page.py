@@ -52,7 +52,7 @@ CASES = (
 def planned_case(case: PlannedCase) -> Planned | Choice | None:
     """The plan of a row; the nearest choice where nothing fits."""
     gpu, profile = find_kind(None, 80), published_models()[case.model]
-    request = PlanRequest(Path(case.model), case.num_gpus, context=case.context, host_gib=_HOST_GIB)
+    request = PlanRequest(case.model, case.num_gpus, context=case.context, host_gib=_HOST_GIB)
     choice = choice_of(request, profile, gpu)
     if choice is None or choice.shortages:
         return choice

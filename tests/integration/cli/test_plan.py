@@ -7,7 +7,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -203,6 +206,64 @@ def test_a_folder_without_config_json_is_refused(environment: dict[str, str], tm
     )
 
 
+@pytest.fixture
+def hub(model: Path) -> Iterator[tuple[str, list[str]]]:
+    """(address, names of fetched files) of a hub with one model."""
+    fetched: list[str] = []
+    files = {"config.json": (model / "config.json").read_bytes(), "model.safetensors": b"weights"}
+    commit = "1" * 40
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def do_GET(self) -> None:
+            self.answer()
+
+        def answer(self) -> None:
+            content = files.get(name := self.path.rpartition("/")[2])
+            if self.path.startswith("/api/models/Qwen/Qwen3-8B"):
+                tree = [{"type": "file", "path": file, "size": len(files[file]), "oid": "1"} for file in files]
+                siblings = [{"rfilename": file} for file in files]
+                facts = {"id": "Qwen/Qwen3-8B", "sha": commit, "siblings": siblings}
+                content = json.dumps(tree if "/tree/" in self.path else facts).encode()
+            elif content and self.command == "GET":
+                fetched.append(name)
+            self.send_response(200 if content else 404)
+            self.send_header("Content-Length", str(len(content or b"")))
+            self.send_header("ETag", '"1"')
+            self.send_header("X-Repo-Commit", commit)
+            if not content:
+                self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content or b"")
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", fetched
+        server.shutdown()
+
+
+def test_a_name_on_a_hub_is_planned_without_its_weights(
+    model: Path, environment: dict[str, str], hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    address, fetched = hub
+    with_hub = environment | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path)}
+    done = started(with_hub, "plan", "Qwen/Qwen3-8B", "--gpu-memory", 80, "--json")
+    assert done.returncode == 0, done.stderr
+    assert fetched == ["config.json"]
+    by_name, by_file = json_of(done), planned(environment, model / "config.json", "--gpu-memory", 80)
+    assert (by_name["config"].pop("model")["path"], by_name["config"]["name"]) == ("Qwen/Qwen3-8B", "Qwen3-8B")
+    assert by_file["config"].pop("model")["path"] == str(model)
+    assert (by_name.pop("model"), by_name) == (by_file.pop("model"), by_file)
+    done = started(with_hub, "plan", "Qwen/Qwen9", "--gpu-memory", 80)
+    assert done.returncode == 2
+    assert "error: Qwen/Qwen9: is not a folder here, and no hub gave it (404" in done.stderr
+
+
 def test_a_file_of_the_working_directory_replaces_no_module(
     model: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -216,7 +277,7 @@ def test_the_command_imports_no_torch(model: Path, environment: dict[str, str]) 
         "import sys; from pathlib import Path; from gspo.cli.plan.plan_request import PlanRequest;"
         "from gspo.cli.plan.planner import make_plan;"
         "from gspo.cli.plan.plan_tables import plan_json;"
-        f"plan_json(make_plan(PlanRequest(Path({str(model)!r}), 8, gpu_gb=80)));"
+        f"plan_json(make_plan(PlanRequest({str(model)!r}, 8, gpu_gb=80)));"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True, env=environment)

@@ -10,7 +10,9 @@ from rich.console import Console
 # Of a plan for another machine.
 _PLANNED_GPUS = 8
 
-Model = Annotated[Path, typer.Argument(help="Folder of the model; its config.json is enough.")]
+Model = Annotated[
+    str, typer.Argument(help="Folder of the model, its config.json, or a hub's name; no weights are needed or fetched.")
+]
 Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs in all. By default those of this machine, or 8.")]
 GpuMemory = Annotated[
     float | None, typer.Option(help="Memory of a GPU in GB, such as 80. By default this machine's GPU is meant.")
@@ -33,7 +35,7 @@ Groups = Annotated[int, typer.Option(min=1, help="Prompts in a step.")]
 GroupSize = Annotated[int, typer.Option(min=1, help="Rollouts of a prompt.")]
 MaxLag = Annotated[int, typer.Option(min=0, max=64, help="staleness.max_lag.")]
 OnStale = Annotated[str, typer.Option(help="staleness.on_stale: wait, drop or mask.")]
-Teacher = Annotated[Path | None, typer.Option(help="Folder of a teacher's config.json, as teacher.path.")]
+Teacher = Annotated[str | None, typer.Option(help="A teacher, as teacher.path; named as the model.")]
 LoraRank = Annotated[int, typer.Option(min=0, help="Rank of adapters; 0 trains all weights.")]
 AnswerTokens = Annotated[
     float | None, typer.Option(min=1, help="Mean tokens of an answer; a quarter of the longest by default.")
@@ -68,7 +70,7 @@ def plan(
 ) -> None:
     """Plan a run before anything is started: does it fit, and by advice how long is a step and how stale are rollouts.
 
-    Example: [bold]gspo plan ~/models/Qwen3-8B --gpus 8 --gpu-memory 80 --context 32k[/]
+    Example: [bold]gspo plan Qwen/Qwen3-8B --gpus 8 --gpu-memory 80 --context 32k[/]
     """
     from gspo.cli.plan.plan_request import PlanRequest
     from gspo.cli.plan.plan_tables import plan_json, print_plan

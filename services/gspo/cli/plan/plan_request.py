@@ -15,6 +15,7 @@ from gspo.common.config.presets import fitting_clip
 from gspo.common.config.schema import Config
 from gspo.common.host.gpu_kinds import GpuKind
 from gspo.common.host.machine import GIB
+from gspo.common.model.files import config_folder
 from gspo.common.planning.host_memory import HOST_SHARE
 from gspo.common.planning.model_profile import ModelProfile
 
@@ -29,15 +30,16 @@ class PlanRequest:
     """The arguments of `gspo plan`.
 
     Attributes:
+        model: As config_folder takes it.
         gpus_per_host: At most; more GPUs are on several hosts.
         host_gib: GiB of each host's own memory; None is assumed (host_memory.py).
         context: Tokens of the longest rollout, prompt and answer; 0: LONGEST_CONTEXT, or what the models read if less.
-        teacher: Folder of a frozen model that the learner loads beside the policy; its config.json is enough.
+        teacher: A frozen model that the learner loads beside the policy, as `model`.
         mean_answer, mean_prompt: Tokens; None is assumed (rollout_lengths.py).
         results: File of `make gpu-test`, with measured rates.
     """
 
-    model: Path
+    model: str
     num_gpus: int
     gpu: str | None = None
     gpu_gb: float | None = None
@@ -49,7 +51,7 @@ class PlanRequest:
     max_lag: int = 1
     on_stale: str = "wait"
     lora_rank: int = 0
-    teacher: Path | None = None
+    teacher: str | None = None
     mean_answer: float | None = None
     mean_prompt: float | None = None
     results: Path | None = None
@@ -94,14 +96,14 @@ def planned_choice(
 
 def base_config(request: PlanRequest) -> Config:
     """The configuration of a request before the search."""
-    teacher = None if request.teacher is None else str(request.teacher.resolve())
+    model, teacher = _path(request.model), request.teacher and _path(request.teacher)
     prompt_length = min(_PROMPT_LENGTH, request.context // _PROMPT_SHARE)
     response_length = request.context - prompt_length
     clip_low, clip_high = fitting_clip(round(request.mean_answer or MEAN_SHARE * response_length))
     return parse_config(
         {
-            "name": re.sub(r"[^A-Za-z0-9._-]", "-", request.model.resolve().name).strip("._-")[:64] or "run",
-            "model": {"path": str(request.model.resolve()), "trust_remote_code": request.trust_remote_code},
+            "name": re.sub(r"[^A-Za-z0-9._-]", "-", Path(model).name).strip("._-")[:64] or "run",
+            "model": {"path": model, "trust_remote_code": request.trust_remote_code},
             "data": {"prompts": PROMPTS},
             "reward": {"functions": [{"path": REWARD}]},
             "algorithm": {
@@ -120,6 +122,11 @@ def base_config(request: PlanRequest) -> Config:
         base=Path.cwd(),
         source="gspo plan",
     )
+
+
+def _path(place: str) -> str:
+    """The value of model.path: a whole path, or a name on a hub."""
+    return str(config_folder(place).resolve()) if Path(place).exists() else place
 
 
 def teacher_keys(path: str | None, *, trust_remote_code: bool) -> dict[str, Any]:

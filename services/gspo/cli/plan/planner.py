@@ -26,7 +26,7 @@ from gspo.common.config.loading import parse_config
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import visible_gpus
-from gspo.common.model.files import read_model_config, refuse_quantized
+from gspo.common.model.files import config_folder, read_model_config, refuse_quantized
 from gspo.common.planning.model_profile import ModelProfile, profile_model
 
 _K = 1024
@@ -45,11 +45,12 @@ def make_plan(request: PlanRequest, note: Callable[[str], None] = lambda _: None
     """
     gpu = find_kind(request.gpu, request.gpu_gb)
     rates = rates_of(gpu, request.results)
-    refuse_quantized(str(request.model), read_model_config(request.model))
+    folder = config_folder(request.model)
+    refuse_quantized(request.model, read_model_config(folder))
     count = partial(profile_model, trust_remote_code=request.trust_remote_code, note=note)
-    profile = count(request.model)
+    profile = count(folder)
     if request.teacher is not None:
-        profile = replace(profile, teacher=count(request.teacher))
+        profile = replace(profile, teacher=count(config_folder(request.teacher)))
     request = replace(request, context=context_of(request, profile))
     check_means(request)
     choice = choice_of(request, profile, gpu)

@@ -68,9 +68,25 @@ def model_folder(model: ModelConfig) -> Path:
             rule = f"{folder / 'config.json'} does not say what model it is (model_type)"
             raise InputError("model.path", rule, "Copy it again from the model's source")
         return folder
-    if folder.is_absolute() or model.path.startswith(".") or model.path.count("/") > 1:
+    if _is_path(model.path):
         raise InputError("model.path", f"{model.path} is not a folder", "Correct the path, or give a hub model's name")
-    return _from_hub(model)
+    return _from_hub(model.path, _FILES + (_PICKLES if model.allow_pickle else []), key="model.path")
+
+
+def config_folder(place: str) -> Path:
+    """The folder of a model's config.json: of that file, a folder, or a hub's model, of which no weights are fetched.
+
+    Raises:
+        InputError: No hub has a model of this name.
+    """
+    path = Path(place)
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    return path if path.exists() or _is_path(place) else _from_hub(place, ["config.json", "*.py"])
+
+
+def _is_path(place: str) -> bool:
+    return place.startswith(("/", ".")) or place.count("/") > 1
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -104,18 +120,17 @@ def check_positions(config: Config, folder: Path) -> None:
         )
 
 
-def _from_hub(model: ModelConfig) -> Path:
+def _from_hub(name: str, patterns: list[str], key: str = "") -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = _FILES + (_PICKLES if model.allow_pickle else [])
-        return Path(snapshot_download(model.path, allow_patterns=patterns, ignore_patterns=_SECOND_COPIES))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_SECOND_COPIES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(
-            "model.path",
-            f"{model.path} is not a folder here, and no hub gave it ({reason})",
+            key or name,
+            f"{name if key else ''} is not a folder here, and no hub gave it ({reason})".strip(),
             "Give a folder that `save_pretrained` wrote, or a hub name where a hub can be reached",
         ) from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -20,7 +19,7 @@ from gspo.common.config.presets import fitting_clip
 from gspo.common.errors import InputError
 
 QWEN3_8B = published_models()["Qwen3-8B"]
-REQUEST = PlanRequest(Path("Qwen3-8B"), 8, context=LONGEST_CONTEXT, host_gib=2048)
+REQUEST = PlanRequest("Qwen3-8B", 8, context=LONGEST_CONTEXT, host_gib=2048)
 
 
 def plan_of(request: PlanRequest, bound: str) -> Planned:
