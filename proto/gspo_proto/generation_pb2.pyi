@@ -214,7 +214,9 @@ Global___TensorFrame: _TypeAlias = TensorFrame  # noqa: Y015
 
 @_typing.final
 class Changes(_message.Message):
-    """Gaps between listed elements, zigzag differences of their bits and old bits, in byte planes, compressed with zstd."""
+    """Gaps between listed elements, zigzag differences of their bits in byte planes, and a checksum of their old bits,
+    compressed with zstd.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_changes_to_the_old_version_give_the_new_one(versions: tuple[np.ndarray,
     assert fingerprint(old) + added == fingerprint(new)
 
 
-def test_gaps_come_first_then_the_low_bytes_of_zigzag_differences_then_the_high_ones_then_the_old_bits() -> None:
+def test_gaps_come_first_then_the_low_bytes_of_zigzag_differences_then_the_high_ones_then_a_checksum() -> None:
     old = np.zeros(300, np.uint16)
     old[2] = 0x0105
     new = old.copy()
@@ -56,9 +57,9 @@ def test_gaps_come_first_then_the_low_bytes_of_zigzag_differences_then_the_high_
     packed = pack_changes(new, old)
     # From element 3 to 299 is further than a byte says: the unchanged element 258 is listed between them.
     assert packed.num_listed == 4
-    plain = list(pa.Codec("zstd").decompress(packed.data, 20, asbytes=True))
+    plain = list(pa.Codec("zstd").decompress(packed.data, 16, asbytes=True))
     assert (plain[:4], plain[4:8], plain[8:12]) == ([3, 1, 255, 41], [2, 1, 0, 88], [0, 0, 0, 2])
-    assert (plain[12:16], plain[16:]) == ([0x05, 0, 0, 0], [0x01, 0, 0, 0])
+    assert plain[12:] == list(zlib.crc32(bytes([0x05, 0x01, 0, 0, 0, 0, 0, 0])).to_bytes(4, "little"))
 
 
 def test_changes_to_other_weights_are_refused_and_the_fingerprint_is_of_the_place_in_the_tensor() -> None:
@@ -67,7 +68,7 @@ def test_changes_to_other_weights_are_refused_and_the_fingerprint_is_of_the_plac
     new[[3, 90]] = 7
     packed, bits = pack_changes(new, old), old.copy()
     bits[90] ^= 1
-    with pytest.raises(UnpackError, match="other weights, first at element 90"):
+    with pytest.raises(UnpackError, match="other weights"):
         apply_changes(bits, packed)
     assert bits[3] == 3, "nothing is changed"
     whole = np.concatenate([old, old])
