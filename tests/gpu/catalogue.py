@@ -13,6 +13,9 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo.common.config.schema import ModelConfig
+from gspo.generation.engine.process import ForkedProcess
+
 _ENGINES = ("torch", "transformers", "vllm")
 _TRAINING = ("torch", "transformers", "deepspeed", "peft")
 _BOTH = (*_ENGINES, "deepspeed")
@@ -35,6 +38,7 @@ class Part:
         rates: Those of cli/plan/rates.py that it measures, for `gspo plan`.
         on_cpu: Whether its code is tried with `--device cpu` unless it is named.
         beside: Whether it runs beside others: it judges results, and its seconds are upper bounds then.
+        has_engine: Whether it starts an engine itself, one.
         least_s: It is not begun with less time left: estimated, for a GPU.
         limit_s: It is ended after so long.
     """
@@ -47,6 +51,7 @@ class Part:
     rates: tuple[str, ...] = ()
     on_cpu: bool = True
     beside: bool = False
+    has_engine: bool = False
     least_s: float = 60.0
     limit_s: float = 290.0
 
@@ -55,7 +60,7 @@ class Part:
 _ALL = (
     Part(
         "attention",
-        "packed attention and output layer of the learner in bfloat16, against float32; lines of 4k to 32k; AdamW",
+        "packed attention, also over lines of 4k to 32k, and output layer of the learner in bfloat16; AdamW",
         "both faster than without the kernel, and than in float32",
         ("torch", "transformers"),
     ),
@@ -78,6 +83,7 @@ _ALL = (
         "standard deviation at most 0.05",
         _BOTH,
         beside=True,
+        has_engine=True,
     ),
     Part(
         "parity_float32",
@@ -86,6 +92,7 @@ _ALL = (
         _BOTH,
         "parity",
         beside=True,
+        has_engine=True,
     ),
     Part(
         "engine",
@@ -94,6 +101,7 @@ _ALL = (
         _ENGINES,
         rates=_SAMPLING,
         least_s=120,
+        has_engine=True,
     ),
     Part(
         "push",
@@ -102,6 +110,7 @@ _ALL = (
         _BOTH,
         rates=_PUSHING,
         beside=True,
+        has_engine=True,
     ),
     Part(
         "requests",
@@ -116,6 +125,7 @@ _ALL = (
         "the same weights as a whole load, there and back; in at most half of its time",
         _BOTH,
         beside=True,
+        has_engine=True,
     ),
     Part(
         "shared",
@@ -123,6 +133,7 @@ _ALL = (
         "vLLM gives back at least 0.8 of its memory, and the learner all but 0.1 GiB",
         _BOTH,
         beside=True,
+        has_engine=True,
     ),
     Part(
         "width",
@@ -149,6 +160,7 @@ _ALL = (
         _BOTH,
         least_s=120,
         beside=True,
+        has_engine=True,
     ),
     Part(
         "lora",
@@ -200,6 +212,7 @@ _ALL = (
         on_cpu=False,
         least_s=150,
         beside=True,
+        has_engine=True,
     ),
     Part(
         "changes_mixture",
@@ -209,6 +222,7 @@ _ALL = (
         "changes",
         on_cpu=False,
         beside=True,
+        has_engine=True,
     ),
     # vLLM's build for CPUs cannot load it.
     Part(
@@ -219,6 +233,7 @@ _ALL = (
         "parity",
         on_cpu=False,
         beside=True,
+        has_engine=True,
     ),
     Part(
         "engine_graphs",
@@ -229,6 +244,7 @@ _ALL = (
         rates=_SAMPLING,
         on_cpu=False,
         least_s=180,
+        has_engine=True,
     ),
     Part(
         "push_graphs",
@@ -239,6 +255,7 @@ _ALL = (
         rates=_PUSHING,
         on_cpu=False,
         least_s=150,
+        has_engine=True,
     ),
 )
 PARTS = {part.name: part for part in _ALL}
@@ -246,12 +263,15 @@ PARTS = {part.name: part for part in _ALL}
 
 def main() -> None:
     """Run the part and write its findings; whatever it raises is the reason of its failure."""
+    options = json.loads(sys.argv[1])
+    # Before anything here has threads. It imports vLLM at the same time as this process, as in the service.
+    process = ForkedProcess(_import_engine) if PARTS[options["part"]].has_engine else None
     from tests.gpu.part_run import NotForThisCardError, PartRun  # here: who asks for the parts' names needs no torch
 
-    options = json.loads(sys.argv[1])
     # The log of a part that is ended says where it was. Not earlier: a look at stacks while torch compiles is a crash.
     faulthandler.register(signal.SIGTERM, chain=True)
-    case = PartRun(**{**options, "folder": Path(options["folder"]), "answer": Path(sys.argv[2])})
+    paths = {"folder": Path(options["folder"]), "answer": Path(sys.argv[2])}
+    case = PartRun(**{**options, **paths, "process": process})
     reason = not_here = ""
     try:
         module = importlib.import_module(f"tests.gpu.parts.{PARTS[case.part].module or case.part}")
@@ -265,6 +285,12 @@ def main() -> None:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
     case.write(reason, not_here)
+
+
+def _import_engine() -> None:
+    from gspo.generation.engine.startup import import_engine  # here: it imports vLLM
+
+    import_engine(ModelConfig(path="."))  # the model may not be drawn yet
 
 
 if __name__ == "__main__":

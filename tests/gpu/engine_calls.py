@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from gspo.common.config.engines import GenerationConfig
+from gspo.common.config.schema import ModelConfig
 from gspo.common.host.machine import GIB, visible_gpus
 from gspo.generation.engine.api import Completion, EngineSampling
 from gspo.generation.engine.process import WHOLE_FLOAT32
+from gspo.generation.engine.startup import import_engine
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.gpu.part_run import PartRun
 
@@ -42,8 +44,10 @@ async def engine_of(
         dtype=dtype, max_rollouts=sizes.num_requests, kv_cache_gb=0.25, engine={**case.engine_arguments, **engine}
     )
     longest = longest or sizes.prompt_tokens + sizes.answer_tokens
-    arguments = engine_arguments(model or case.model, config, max_model_len=longest, sleeps=sleeps)
-    started = await Engine.start(arguments)
+    model = model or case.model
+    import_engine(ModelConfig(path=str(model)))
+    arguments = engine_arguments(model, config, max_model_len=longest, sleeps=sleeps)
+    started = await Engine.start(arguments, process=case.process)
     case.note(start_s=time.monotonic() - began)
     try:
         yield started

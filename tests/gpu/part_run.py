@@ -16,6 +16,7 @@ import torch
 
 from gspo.common.host.gpu_kinds import GPU_KINDS, GpuKind
 from gspo.common.host.machine import CACHE_ARGUMENT, GIB, visible_gpus
+from gspo.generation.engine.process import ForkedProcess
 from tests.gpu.catalogue import PARTS
 from tests.gpu.random_models import SHAPES, random_model
 
@@ -84,6 +85,7 @@ class PartRun:
     Attributes:
         engine: Arguments of vLLM from the command line, over those of the sizes.
         beside: How many other parts may run at the same time.
+        process: That of its engine, which waits to start it.
         answer: The file of its findings, which are written as they come: a part that is ended keeps what it had.
         numbers: What it measured.
         goals: As `judge` found them.
@@ -95,6 +97,7 @@ class PartRun:
     folder: Path
     engine: dict[str, Any]
     answer: Path
+    process: ForkedProcess | None = None
     beside: int = 0
     numbers: dict[str, float | str] = field(default_factory=dict)
     goals: list[GoalResult] = field(default_factory=list)

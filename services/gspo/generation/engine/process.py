@@ -33,7 +33,7 @@ NO_FLASHINFER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 WHOLE_FLOAT32 = {"TRITON_F32_DEFAULT": "ieee"}
 # The engine's process is forked from one without threads. numpy would start some for linear algebra at its import, and
 # pyarrow one for an allocator. The service needs neither.
-_NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # vLLM compiles one function of its sampler even where it compiles no model: it counts the tokens that are likelier than
 # the sampled one. Compiling takes 24 s at the first start on a machine and 2 s at each later one. Uncompiled it takes
 # 4 us longer for every 1,000 tokens of the vocabulary, for each sampled token: more than that is worth compiling.
@@ -43,8 +43,8 @@ _SMALL_VOCABULARY = 4096
 def import_variables(config: Config) -> dict[str, str]:
     """Variables to set unless the user has set them."""
     if not torch_is_for_cpus():
-        return {**_NO_THREADS, **(WHOLE_FLOAT32 if config.generation.dtype == "float32" else {})}
-    values = {**CPU_ENVIRONMENT, **_NO_THREADS}
+        return {**NO_THREADS, **(WHOLE_FLOAT32 if config.generation.dtype == "float32" else {})}
+    values = {**CPU_ENVIRONMENT, **NO_THREADS}
     if config.generation.engine.get("enforce_eager", True) and _vocabulary(config.model.path) <= _SMALL_VOCABULARY:
         values["TORCH_COMPILE_DISABLE"] = "1"
     return values
