@@ -28,7 +28,7 @@ from gspo.common.config.reward import RewardConfig
 from gspo.common.config.schema import Config
 from gspo.common.errors import InputError
 from gspo.common.host.machine import GIB, visible_gpus
-from gspo.common.model.files import ModelFiles, read_model_files
+from gspo.common.model.files import ModelFiles, model_folder, read_model_files
 from gspo.common.model.trained_parameters import num_trained, trained_size
 from gspo.common.planning.host_memory import PROCESSES_GIB, host_memory
 from gspo.common.planning.memory import (
@@ -123,7 +123,7 @@ def _model(config: Config) -> tuple[DoctorFinding, ModelFiles | None]:
         advice = "It is used as a name on a hub and downloaded at the start"
         return DoctorFinding("model", "warning", f"{config.model.path} is not a folder here", advice), None
     try:
-        files = read_model_files(folder, allow_pickle=config.model.allow_pickle)
+        files = read_model_files(model_folder(config.model), allow_pickle=config.model.allow_pickle)
     except InputError as error:
         return DoctorFinding("model", "problem", error.rule, error.fix), None
     return DoctorFinding("model", "OK", f"{folder}: {files.num_parameters:,} parameters"), files

@@ -19,6 +19,7 @@ import yaml
 
 from gspo.common.config.presets import fitting_clip
 from gspo.common.errors import InputError
+from gspo.common.model.files import other_folder
 
 TINY = "tiny"
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -108,11 +109,8 @@ def _local_model(model: str) -> Path | None:
     if model == TINY or not (is_path or path.exists()):
         return None
     if not (path / "config.json").is_file():
-        raise InputError(
-            "--model",
-            f"there is no model at {path}: it has no config.json",
-            _OTHER_MODEL,
-        )
+        rule = f"there is no model at {path}: it has no config.json"
+        raise InputError("--model", rule, other_folder(path, _OTHER_MODEL))
     return path.resolve()
 
 

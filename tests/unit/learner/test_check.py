@@ -82,6 +82,14 @@ def test_a_missing_shard(folder: Path) -> None:
     assert "model-00001-of-00002.safetensors, which is missing" in refused(folder).rule
 
 
+def test_a_folder_around_a_model_names_the_model(folder: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--me--tiny/snapshots/abc123"
+    shutil.copytree(folder, snapshot)
+    assert refused(snapshot.parents[1]).fix == f"Give a folder in it that has one, such as {snapshot}"
+    (snapshot / "config.json").rename(snapshot / "adapter_config.json")
+    assert refused(snapshot).fix.startswith("It holds a LoRA adapter. ")
+
+
 def test_files_that_one_of_the_engines_alone_would_read(folder: Path) -> None:
     model, copy = folder / "model.safetensors", folder / "consolidated.safetensors"
     shutil.copy(model, copy)

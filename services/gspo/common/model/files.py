@@ -56,11 +56,8 @@ def model_folder(model: ModelConfig) -> Path:
     folder = Path(model.path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise InputError(
-                "model.path",
-                f"{folder} has no config.json",
-                "Give a folder that `save_pretrained` wrote, with its tokenizer",
-            )
+            fix = other_folder(folder, "Give a folder that `save_pretrained` wrote, with its tokenizer")
+            raise InputError("model.path", f"{folder} has no config.json", fix)
         for name in _READ_BY_OTHERS:
             if (folder / name).exists():
                 _read_json(folder / name)
@@ -87,6 +84,16 @@ def config_folder(place: str) -> Path:
 
 def _is_path(place: str) -> bool:
     return place.startswith(("/", ".")) or place.count("/") > 1
+
+
+def other_folder(folder: Path, otherwise: str) -> str:
+    """The way to a model from a folder that is none: an adapter's, a run's or that of a hub's cache; or `otherwise`."""
+    if (folder / "adapter_config.json").is_file():
+        return "It holds a LoRA adapter. Give the folder of a model into which you have merged it (merge_and_unload)"
+    inner = sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/config.json"))
+    if inner:
+        return f"Give a folder in it that has one, such as {inner[0]}"
+    return otherwise
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from gspo.common.config.engines import SPREAD_STAGE
 from gspo.common.errors import EXIT_BAD_INPUT, InputError
 from gspo.common.host.module_command import module_command
-from gspo.common.model.files import read_model_config, refuse_other_model
+from gspo.common.model.files import other_folder, read_model_config, refuse_other_model
 from gspo.common.model.heads import heads_divide
 from gspo.common.planning.flops import ModelFlops
 
@@ -125,7 +125,8 @@ def profile_model(
     """
     config = folder / "config.json"
     if not config.is_file():
-        raise InputError(str(folder), "has no config.json", "Give a folder with the config.json of a model")
+        fix = other_folder(folder, "Give a folder with the config.json of a model")
+        raise InputError(str(folder), "has no config.json", fix)
     refuse_other_model(str(folder), read_model_config(folder), trust_remote_code=trust_remote_code)
     kept = None if trust_remote_code else _cache_file(config.read_bytes())
     if kept is not None and (profile := _read(kept)):
