@@ -134,7 +134,7 @@ def _read_data(config: Config, source: Source) -> dict[str, _Data]:
 
 
 def _read(key: str, paths: Sequence[Path], source: Source) -> _Data:
-    survey, unanswered, prompts = ColumnSurvey(), RowTally(), list[dict[str, Any]]()
+    survey, unanswered, blank, prompts = ColumnSurvey(), RowTally(), RowTally(), list[dict[str, Any]]()
     reader, conflicts = RowReader(key, paths, source.types, types_key=source.key("types")), AnswerConflicts()
     for row in survey.watch(reader):
         if len(prompts) < NUM_TRIALS:
@@ -144,6 +144,8 @@ def _read(key: str, paths: Sequence[Path], source: Source) -> _Data:
             unanswered.add(short_place(row))
         else:
             conflicts.see(prompt, answer, row)
+            if isinstance(answer, str) and not answer.strip():
+                blank.add(short_place(row))
     names = list(survey.columns)
     check_names(names, source, ", ".join(map(str, paths)))
     # Types that several sources share may name columns of one of them.
@@ -155,6 +157,8 @@ def _read(key: str, paths: Sequence[Path], source: Source) -> _Data:
             warn(f"{source.key('types')}.{name}: has no effect, for {rule}")
     for mistake in survey.mistakes(prompt_column=source.prompt_column):
         warn(f"{key}: {mistake}")
+    if blank.count > survey.few:  # the survey names the slips
+        warn(f"{key}: the right answer is empty text in {blank}")
     if conflicts.rows.count:
         warn(f"{key}: one prompt has two right answers in {conflicts.rows}")
     empty = dict.fromkeys(names)

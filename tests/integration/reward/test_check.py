@@ -202,6 +202,13 @@ def test_likely_mistakes_are_named_by_line(tmp_path: Path, capfd: pytest.Capture
     assert re.search(r"there is no right answer for compute_score of .*r\.py in d\.jsonl, line 42 \(column", unanswered)
 
 
+def test_right_answers_that_are_empty_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = rows(tmp_path / "d.jsonl", *({"prompt": f"{n}+1=", "answer": " " if n > 1 else "1"} for n in range(4)))
+    check(run_with(tmp_path, GOOD, data={"prompts": str(data)}))
+    warning = "warning: data.prompts: the right answer is empty text in 2 rows, the first d.jsonl, line 3"
+    assert warning in capfd.readouterr().err.splitlines()
+
+
 def test_a_column_of_images_is_said_once_and_refused_where_a_function_takes_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

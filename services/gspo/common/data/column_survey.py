@@ -130,6 +130,11 @@ class ColumnSurvey:
         if self.num_rows:
             facts.kinds[NO_VALUE] = RowTally(self.num_rows, self._first_place)
 
+    @property
+    def few(self) -> int:
+        """Up to so many rows are a slip of single rows."""
+        return max(1, int(self.num_rows * _FEW))
+
     def without_value(self, name: str) -> RowTally:
         return self.columns[name].kinds.get(NO_VALUE, RowTally())
 
@@ -140,7 +145,7 @@ class ColumnSurvey:
                 yield from self._mistakes_of(name, facts)
 
     def _mistakes_of(self, name: str, facts: ColumnFacts) -> Iterator[str]:
-        num_values, few = facts.num_values, max(1, int(self.num_rows * _FEW))
+        num_values, few = facts.num_values, self.few
         values = {kind: tally for kind, tally in facts.kinds.items() if kind != NO_VALUE}
         usual = max(values, key=lambda kind: values[kind].count, default="")
         for kind, tally in values.items():

@@ -94,7 +94,10 @@ class RowReader:
 
     def _file(self, path: Path) -> Iterator[DataRow]:
         if not path.exists():
-            raise InputError(self._key, f"{path} does not exist", "Give the path of a file of prompts")
+            fix = "Give the path of a file of prompts"
+            if not path.suffix:  # perhaps a name on a hub
+                fix += "; datasets.load_dataset(NAME, split='train').to_parquet(FILE) makes one of a hub's data set"
+            raise InputError(self._key, f"{path} does not exist", fix)
         try:
             if path.is_dir():
                 yield from self._folder(path)
@@ -163,7 +166,7 @@ class RowReader:
         import datasets
 
         datasets.disable_progress_bars()
-        if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             saved = _opened(datasets.load_from_disk, path)
             split = self._split(path, saved) if isinstance(saved, Mapping) else None
             rows = dataset_rows(saved if split is None else saved[split], self._as_base64, self._note)

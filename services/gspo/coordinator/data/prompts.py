@@ -34,6 +34,8 @@ _BATCH = 1024
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*{\s*["'](role|content)["']""")
 # More than any tokenizer adds around a text: begin, end, a leading space.
 _ADDED_TOKENS = 8
+# Longer than any token, in characters: a tokenizer takes a hundred bytes of memory for a character.
+_LONGEST_TOKEN = 1024
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class PromptSet:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         bytes_bound_tokens = backend is not None and backend.normalizer is None
         self._surely_short_bytes = self._prompt_length - _ADDED_TOKENS if bytes_bound_tokens else -1
+        self._most_chars = (self._prompt_length + 1) * _LONGEST_TOKEN
         self.hashes = array("q")
         self._usable = self._check(progress)
 
@@ -162,10 +165,13 @@ class PromptSet:
 
     def _long_prompts(self, long: array[int]) -> InputError:
         first = [long[0]]
-        tokens = self._tokenise(self._shown(first, self._rows.rows(first)))[0]
+        shown = self._shown(first, self._rows.rows(first))
+        size, unit = len(self._tokenise(shown)[0]), "tokens"
+        if (num_chars := len(shown[0].text)) > self._most_chars:
+            size, unit = num_chars, "characters"
         rule = (
             f"{len(long)} of {self.num_rows} prompts are longer than algorithm.prompt_length: {self._prompt_length} "
-            f"tokens, the first in {self._rows.place(long[0])} with {len(tokens)} tokens"
+            f"tokens, the first in {self._rows.place(long[0])} with {size} {unit}"
         )
         return InputError(self.key, rule, "Raise algorithm.prompt_length, or set data.on_long_prompt: skip or truncate")
 
@@ -227,11 +233,14 @@ class PromptSet:
             raise ValueError(f"the prompt is {here}, and the file's first one is {first}: {in_yaml(value):.80}")
 
     def _tokenise(self, shown: Sequence[_Shown]) -> list[list[int]]:
-        """A template writes its own special tokens; plain text gets those that the tokenizer puts around a text."""
+        """A template writes its own special tokens; plain text gets those that the tokenizer puts around a text.
+
+        Of a text that is longer than prompt_length for sure, the end alone is tokenised.
+        """
         if not shown:
             return []
         encoded = self._tokenizer(
-            [prompt.text for prompt in shown],
+            [prompt.text[-self._most_chars :] for prompt in shown],
             add_special_tokens=not shown[0].messages,
             return_attention_mask=False,
             verbose=False,

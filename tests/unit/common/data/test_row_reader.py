@@ -313,6 +313,12 @@ def test_saved_json_columns_are_decoded(tmp_path: Path) -> None:
         assert [row["a"] for row in columns_of(path)] == mixed["a"]
 
 
+def test_a_folder_of_the_cache_of_datasets_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, "p.jsonl", '{"a": 1}\n{"a": 2}\n')
+    cached = datasets.load_dataset("json", data_files=str(path), cache_dir=str(tmp_path / "cache"), split="train")
+    assert columns_of(Path(cached.cache_files[0]["filename"]).parent) == [{"a": 1}, {"a": 2}]
+
+
 # Values that a table cannot change: no struct, for its nulls are not data, and whole numbers of 64 bits.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 LEAVES: dict[str, st.SearchStrategy[Any]] = {

@@ -196,6 +196,24 @@ def test_long_prompts_keep_their_end(tmp_path: Path, open_set: OpenSet) -> None:
     assert [len(prompt.token_ids) for prompt in prompts.prompts(range(5))] == [4, 4, 3, 4, 4]
 
 
+def test_of_a_huge_prompt_the_end_alone_is_tokenised(
+    tmp_path: Path, open_set: OpenSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, most = write(tmp_path / "p.jsonl", [{"prompt": "x" * 100_000 + "abcd"}, {"prompt": "1"}]), 5 * 1024
+    lengths, encode = [], PreTrainedTokenizerFast.__call__
+
+    def watch(self: PreTrainedTokenizerFast, texts: list[str], **options: Any) -> Any:
+        lengths.extend(map(len, texts))
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", watch)
+    with pytest.raises(InputError, match="line 1 with 100004 characters"):
+        open_set(path, prompt_length=4)
+    assert open_set(path, prompt_length=4, on_long_prompt="skip").num_skipped == 1
+    (prompt,) = open_set(path, prompt_length=4, on_long_prompt="truncate").prompts([0])
+    assert (prompt.text, max(lengths)) == ("abcd", most)
+
+
 def test_the_longest_prompt_allowed_is_allowed(tmp_path: Path, open_set: OpenSet) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": "x" * 40}])
     assert len(open_set(path, prompt_length=40)) == 1
@@ -255,6 +273,8 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, case: str, open_set: OpenS
 def test_files_that_cannot_be_read(tmp_path: Path, open_set: OpenSet) -> None:
     with pytest.raises(InputError, match="does not exist"):
         open_set(tmp_path / "none.jsonl")
+    with pytest.raises(InputError, match=r"gsm8k does not exist\. .*; datasets\.load_dataset\(NAME"):
+        open_set(tmp_path / "openai/gsm8k")
     (tmp_path / "p.txt").write_text("1+2=")
     with pytest.raises(InputError, match=r"is none of \.jsonl"):
         open_set(tmp_path / "p.txt")
