@@ -200,7 +200,8 @@ def test_of_a_huge_prompt_the_end_alone_is_tokenised(
     tmp_path: Path, open_set: OpenSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, most = write(tmp_path / "p.jsonl", [{"prompt": "x" * 100_000 + "abcd"}, {"prompt": "1"}]), 5 * 1024
-    lengths, encode = [], PreTrainedTokenizerFast.__call__
+    encode = PreTrainedTokenizerFast.__call__
+    lengths: list[int] = []
 
     def watch(self: PreTrainedTokenizerFast, texts: list[str], **options: Any) -> Any:
         lengths.extend(map(len, texts))
