@@ -144,6 +144,23 @@ def test_a_part_that_hangs_is_ended_and_one_that_passed_is_not_run_again(
     assert "sleep: not run: too little time is left" in capsys.readouterr().out
 
 
+def test_results_are_judged_beside_each_other_and_speed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {name: Part(name, "", "", ("json",), beside=name != "speed") for name in ("first", "speed", "second")}
+    monkeypatch.setattr(command, "PARTS", parts)
+    monkeypatch.setattr(command, "child_environment", lambda _: {"PATH": "/usr/bin:/bin"})
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    log = tmp_path / "log"
+    lines = ["#!/bin/sh", f'echo "$3" >> {log}', "sleep 1", f"echo end >> {log}", 'echo \'{"reason": ""}\' > "$4"']
+    (tmp_path / "python").write_text("\n".join(lines))
+    (tmp_path / "python").chmod(0o755)
+    words = ("--device", "cpu", "--beside", 2, "--folder", tmp_path, "--results", tmp_path / "results.json")
+    assert call(monkeypatch, *words) == 0
+    events = [json.loads(line) if line != "end" else None for line in log.read_text().splitlines()]
+    begun = [(event["part"], event["beside"]) if event else "end" for event in events]
+    assert sorted(begun[:2]) == [("first", 1), ("second", 1)]
+    assert begun[2:] == ["end", "end", ("speed", 0), "end"]
+
+
 def test_vllm_finds_our_plugin_without_an_installation(tmp_path: Path) -> None:
     (found,) = distributions(path=[str(machine_facts._announce_plugin(tmp_path))])
     (point,) = found.entry_points
@@ -174,7 +191,11 @@ def test_a_model_that_several_parts_want_is_drawn_once(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_code_of_the_parts_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = tmp_path / "results.json"
+    """Without duckdb, which is for pages alone."""
+    results, modules = tmp_path / "results.json", tmp_path / "modules"
+    modules.mkdir()
+    (modules / "duckdb.py").write_text("raise ImportError('duckdb is not here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(modules))
     code = call(monkeypatch, "--device", "cpu", "--folder", tmp_path, "--results", results)
     assert code == 0, json.loads(results.read_text())
     assert [it.part for it in read_records(results)] == [name for name, part in PARTS.items() if part.on_cpu]

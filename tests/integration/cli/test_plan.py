@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import Qwen3Config
+from transformers import AutoConfig, Qwen3Config
 
 from benchmarks.plans.published_models import published_models
 from gspo.cli.processes.planned_memory import ProcessMemory
@@ -281,3 +282,17 @@ def test_the_command_imports_no_torch(model: Path, environment: dict[str, str]) 
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True, env=environment)
+
+
+@pytest.mark.long
+def test_a_deep_model_with_linear_attention_is_counted_in_20_s_of_processor_time(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 64, "head_dim": 256}
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48}
+    AutoConfig.for_model("qwen3_5_text", vocab_size=248_320, **sizes, **heads).save_pretrained(tmp_path)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = started(environment, "plan", tmp_path, "--gpus", 8, "--gpu-memory", 80)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, "counting the sizes" in done.stderr) == (0, True), done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20  # 8 alone

@@ -70,6 +70,17 @@ async def test_large_changes_are_kept_for_the_version_before_alone() -> None:
     assert [chain.update_from(policy.digest) is not None for policy in policies] == [False, False, True, False]
 
 
+async def test_frames_of_changes_are_full_and_written_once_for_all_generators() -> None:
+    base, policy = versions(2, changed=1000)
+    update = WeightUpdate(policy, base, frame_bytes=256)
+    first, second = [[frame async for frame in update] for _ in range(2)]
+    assert len(first) > 1 and all(frame is again for frame, again in zip(first, second, strict=True))
+    runs = [WeightFrame.FromString(frame).tensors for frame in first]
+    sizes = [[len(run.data) + len(run.changes.packed) for run in of_frame] for of_frame in runs]
+    assert all(sum(of_frame) >= 256 > sum(of_frame[:-1]) for of_frame in sizes[:-1]), sizes
+    assert max(map(len, sizes)) > 1, "a frame has one run"
+
+
 async def test_a_failure_of_the_packing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_updates, "pack_changes", lambda *_: 1 / 0)
     chain, (base, policy) = ChangeChain(1), versions(2)
