@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,28 +268,58 @@ async def test_what_goes_on_after_a_push_meets_no_keys_and_values_of_before_it(
     assert np.abs(reported - before.logp(longer, later.token_ids)).max() > 0.1
 
 
-async def test_changes_give_the_same_weights_as_a_full_push(generator: SharedEngine, tmp_path: Path) -> None:
-    engine, copies = generator.engine, generator.copies
-    folder = tmp_path / "changed"
-    model = AutoModelForCausalLM.from_pretrained(generator.folder, dtype=torch.float32)
-    changed = {"model.layers.0.self_attn.k_proj.weight": (5, 0.5), "model.norm.weight": (3, 1.5)}
-    for name, (position, value) in changed.items():
-        model.get_parameter(name).data.view(-1)[position] = value
-    model.save_pretrained(folder)
-
+def stage_changes(generator: SharedEngine, folder: Path) -> None:
+    """Two elements of the policy that serves, as changes; and the whole of it in a folder."""
+    copies, model = generator.copies, AutoModelForCausalLM.from_pretrained(generator.folder, dtype=torch.float32)
+    changed = {"model.embed_tokens.weight": (1000, 1.5), "model.layers.0.self_attn.k_proj.weight": (5, 0.5)}
     copies.begin(changes=True)
     for name, (position, value) in changed.items():
         old = copies.serving.bits(name)
         new = old.copy()
-        new.view(np.float32)[position] = value
+        new.view(np.float32)[position] += value
         copies.change(name, 0, len(new), pack_changes(new, old))
-    whole = PolicyCopies.from_folder(folder, "float32")
+        model.get_parameter(name).data.view(-1)[position] += value
+    model.save_pretrained(folder)
+
+
+async def test_changes_give_the_same_weights_as_a_full_push(generator: SharedEngine, tmp_path: Path) -> None:
+    engine, copies = generator.engine, generator.copies
+    stage_changes(generator, tmp_path)
+    whole = PolicyCopies.from_folder(tmp_path, "float32")
     assert copies.staged_digest() == whole.serving_digest() != copies.serving_digest()
     whole.close()
     await engine.load(engine.version + 1, copies, on_update="recompute", timeout_s=60)
-    generator.folders.append(folder)
-    delta = difference(Reference.load(folder), PROMPTS, await answers(engine, sampling(60)))
+    generator.folders.append(tmp_path)
+    delta = difference(Reference.load(tmp_path), PROMPTS, await answers(engine, sampling(60)))
     assert delta.std() < 1e-5
+
+
+@pytest.mark.parametrize("tried", [(), ("embed_tokens", "layers.N.self_attn.k_proj")])
+async def test_changes_in_place_that_fail_are_loaded_whole_and_a_rollback_serves_the_old_weights(
+    generator: SharedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tried: tuple[str, ...]
+) -> None:
+    """On a CPU vLLM multiplies with copies of its weights, and its loader of patches fails; as a trial and after it."""
+    engine, copies, version = generator.engine, generator.copies, generator.engine.version
+    checksums = [await engine.checksum(60)]
+    stage_changes(generator, tmp_path)
+    good = copies.staged.update_info
+    for is_good in (False, True):
+        monkeypatch.setattr(engine, "_may_change_in_place", True)
+        monkeypatch.setattr(engine, "_tried_kinds", {f"model.{name}.weight" for name in tried})
+        copies.staged.update_info = (  # type: ignore[method-assign]
+            good if is_good else lambda: with_short_shape(good(), "model.layers.1.mlp.up_proj.weight")
+        )
+        with nullcontext() if is_good else pytest.raises(LoadFailedError, match=f"version {version} serves on"):
+            await engine.load(version + 1, copies, on_update="recompute", timeout_s=60)
+        assert not engine._may_change_in_place
+        completions = await answers(engine, sampling(60))
+        assert all(set(it.version) == {version + is_good} for it in completions)
+        expected = Reference.load(tmp_path if is_good else generator.folder)
+        assert difference(expected, PROMPTS, completions).std() < 1e-5
+        checksums.append(await engine.checksum(60))
+    generator.folders.append(tmp_path)
+    before, after_rollback, after = checksums
+    assert before == after_rollback != after
 
 
 async def test_a_failed_load_leaves_the_old_weights_serving(generator: SharedEngine, tmp_path: Path) -> None:
