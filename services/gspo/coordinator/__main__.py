@@ -1,5 +1,8 @@
 """Start the coordinator: `python -m gspo.coordinator --run-dir DIR`."""
 
+import sys
+from functools import partial
+
 from gspo.common.host.packages import checked_packages
 
 with checked_packages():
@@ -12,7 +15,8 @@ MEANING = "Issues groups, measures the policy, and shows the run."
 
 def main() -> None:
     """Check, or serve until the run ends."""
-    options = parse_options("coordinator", check, meaning=MEANING, checks_at_startup=True)
+    own_check = partial(check, is_evaluation="--evaluate" in sys.argv)
+    options = parse_options("coordinator", own_check, meaning=MEANING, checks_at_startup=True)
     with importing():
         # After the options: a check needs no server.
         from gspo.common.service.app import run_process

@@ -19,8 +19,11 @@ from gspo.environments.mcp.tool_listing import with_listed_tools
 _MEMORY = "the coordinator's memory"
 
 
-def check(config: Config) -> None:
+def check(config: Config, *, is_evaluation: bool = False) -> None:
     """Read every prompt once; warn on standard error of skipped prompts and of held-out prompts that are trained on.
+
+    Args:
+        is_evaluation: Nothing is trained: the prompts are the held-out ones.
 
     Raises:
         InputError: Prompts or tokenizer cannot be used, or the groups of a batch do not fit into memory.
@@ -29,7 +32,7 @@ def check(config: Config) -> None:
     config = asyncio.run(with_listed_tools(config))
     check_tokenizer_files(model_folder(config.model))
     tokenizer = load_tokenizer(config.model)
-    training = training_prompts(config, tokenizer)
+    training = [] if is_evaluation else training_prompts(config, tokenizer)
     held_out = held_out_prompts(config, tokenizer)
     check_answers_fit(config, max(map(len, held_out.values()), default=0), free_memory(), _MEMORY)
     for finding in prompt_findings(training, held_out.values()):

@@ -19,8 +19,8 @@ from tests.integration.coordinator.conftest import ROOT
 Configure = Callable[..., Path]
 
 
-def check(run_dir: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gspo.coordinator", "--check", str(run_dir / "config.yaml")]
+def check(run_dir: Path, env: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gspo.coordinator", "--check", str(run_dir / "config.yaml"), *options]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -42,6 +42,7 @@ def test_held_out_prompts_that_are_trained_on_are_a_warning(configure: Configure
     assert overlap.startswith(f"warning: held_out_in_training: {where}")
     assert "held_out.jsonl, line 2; the evaluation would measure" in overlap
     assert repeated.startswith("warning: held_out_twice: evaluation.prompts: 1 of 4 held-out prompts are there before")
+    assert check(run_dir, no_torch_env, "--evaluate").stderr.splitlines() == [repeated], "nothing is trained"
 
 
 def test_what_cannot_work_is_one_message_and_exit_code_2(configure: Configure, no_torch_env: dict[str, str]) -> None:

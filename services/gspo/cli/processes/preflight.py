@@ -24,6 +24,7 @@ from gspo.cli.processes.placement import NO_GPUS, Placement
 from gspo.common.errors import EXIT_BAD_INPUT, WARNING
 from gspo.common.host.module_command import SUPERVISOR_VARIABLE, module_command
 from gspo.common.service.options import CHECKED, StartCommand
+from gspo.common.streams.keys import COORDINATOR
 from gspo.common.tasks import task_group
 
 CHECK_TIMEOUT_S = 180.0
@@ -115,14 +116,17 @@ class Preflight:
     Args:
         run_dir: Run directory of the services that they become; None for checks alone.
         nodes: Where the processes run; a check on a node ends, and its service is started anew.
+        coordinator_options: Further options of the coordinator.
 
     Attributes:
         supervisor_id: The id of the later supervisor, which is in the environment of the processes.
     """
 
-    def __init__(self, run_dir: Path | None = None, nodes: Nodes | None = None) -> None:
+    def __init__(
+        self, run_dir: Path | None = None, nodes: Nodes | None = None, coordinator_options: tuple[str, ...] = ()
+    ) -> None:
         self.supervisor_id = uuid.uuid4().hex
-        self._run_dir, self._nodes = run_dir, nodes
+        self._run_dir, self._nodes, self._coordinator_options = run_dir, nodes, coordinator_options
         self._processes: dict[str, PreflightProcess] = {}
 
     def __enter__(self) -> Preflight:
@@ -138,6 +142,7 @@ class Preflight:
             variables: Environment variables beside those of this process.
         """
         name, command = f"{service}-0", check_command(service, config_file)
+        command += self._coordinator_options if service == COORDINATOR else ()
         if self._nodes and (verdict := await self._nodes.check(name, command)) is not None:
             return verdict
         if self._run_dir is not None:

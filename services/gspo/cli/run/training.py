@@ -128,7 +128,8 @@ async def run_services(
     # Under a scheduler every process has GPUs of its own already.
     visible = visible_gpus() if nodes is None else []
     placement = place(start.config, process_names(start.config, services), visible)
-    with lock_gpus(placement.taken(), start.run_dir, visible), Preflight(start.run_dir, nodes) as preflight:
+    first_processes = Preflight(start.run_dir, nodes, coordinator_options)
+    with lock_gpus(placement.taken(), start.run_dir, visible), first_processes as preflight:
         if start.from_device:
             console.print(start.from_device, style="dim", highlight=False, soft_wrap=True)
         warnings = await until_interrupted(

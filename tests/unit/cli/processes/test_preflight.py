@@ -81,13 +81,15 @@ async def test_a_check_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_those_that_nobody_takes_end_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "check_command", lambda service, _: program(_WAITS, service))
-    with Preflight(tmp_path) as first:
+    with Preflight(tmp_path, coordinator_options=("--evaluate",)) as first:
         for service in ("coordinator", "reward"):
             assert (await first.check(service, Path("config.yaml"), {}))[0] == 0
+        assert "--evaluate" in psutil.Process(first._processes["coordinator-0"]._process.pid).cmdline()
         remaining, taken = first._processes["coordinator-0"], first.take("reward-0")
     assert taken is not None
     command = psutil.Process(taken._process.pid).cmdline()
     assert command[-4:] == ["--name", "reward-0", "--run-dir", str(tmp_path)]
+    assert "--evaluate" not in command
     assert await remaining._process.wait() == -9
     assert taken._process.returncode is None
     taken.end()
