@@ -3,9 +3,7 @@
 The receiver has checked the digest of its bytes before vLLM is paused.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Literal
 
 import torch
@@ -23,7 +21,8 @@ from gspo.common.host.bfloat16_products import use_float32_products
 from gspo.generation.engine.tied_heads import EMBEDDING
 from gspo.generation.engine.worker.direct_writes import DirectWrites
 from gspo.generation.engine.worker.expected_warnings import filter_expected_warnings
-from gspo.generation.engine.worker.in_place import ChangesInPlace, mapped
+from gspo.generation.engine.worker.in_place import ChangesInPlace
+from gspo.generation.engine.worker.policy_tensors import DeviceTensors, host_tensors
 
 BACKEND = "gspo"
 # The refusal of a policy that is not the whole of the model, in the text that comes out of vLLM's process.
@@ -66,7 +65,9 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
         super().__init__(*arguments)
         self._changes = ChangesInPlace(self.model)
         self._is_whole = False
+        self._read = host_tensors
         if not current_platform.is_cpu():
+            self._read = DeviceTensors(self.device).read
             return
         # vLLM's attention in bfloat16 uses AMX if the CPU has it. Linux gives that to a process at its request alone,
         # which vLLM does not make: the first token would end the process by an illegal instruction.
@@ -108,7 +109,7 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
             _forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
         try:
-            tensors = _mapped_tensors(update_info.path, update_info.tensors)
+            tensors = self._read(update_info.path, update_info.tensors)
             with DirectWrites(self.model):
                 self.model.load_weights((it, tensor) for name, tensor in tensors for it in _names(name, self._is_tied))
                 _refuse_untouched_layers(self.model)
@@ -136,14 +137,6 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedPolicy]):  # typ
             info.loaded_weights.clear()
             info.load_numel = 0
         finalize_layerwise_reload(self.model, self.model_config)
-
-
-def _mapped_tensors(path: str, places: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    memory = mapped(path)
-    for place in places:
-        dtype, shape = getattr(torch, place["dtype"]), place["shape"]
-        flat = torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=place["offset"])
-        yield place["name"], flat.reshape(shape)
 
 
 def _names(name: str, is_tied: bool) -> tuple[str, ...]:
@@ -190,7 +183,7 @@ def _refuse_missing_tensors(model: torch.nn.Module, policy: SharedPolicy) -> Non
     layers = [get_layerwise_info(layer) for layer in model.modules()]
     load_weights: Any = model.load_weights
     before = [info.load_numel for info in layers]
-    for name, tensor in _mapped_tensors(policy.path, policy.absent):
+    for name, tensor in host_tensors(policy.path, policy.absent):
         load_weights([(name, tensor)])
         if [info.load_numel for info in layers] != before:
             raise RuntimeError(f"{MISSING} {name!r}, which this model loads")

@@ -5,11 +5,9 @@ tensor are a trial: a whole load of the same version follows, and both must leav
 changes count.
 """
 
-import mmap
 from collections.abc import Iterable, Iterator
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 )
 
 from gspo.common.weights.device_fingerprint import device_fingerprint
+from gspo.generation.engine.worker.policy_tensors import mapped
 
 # Each tensor of a patch is a whole one on the device, filled with NaN beside the changes.
 _AT_A_TIME_BYTES = 1 << 28
@@ -80,12 +79,6 @@ def _patches(path: str, tensors: Iterable[dict[str, Any]], device: torch.device)
         read = partial(torch.frombuffer, memory, count=it["num_changed"])
         elements, positions = read(dtype=dtype, offset=it["elements"]), read(dtype=torch.int32, offset=it["positions"])
         yield CheckpointWeightPatch(it["name"], tuple(it["shape"]), dtype, elements.to(device), positions.to(device))
-
-
-def mapped(path: str) -> mmap.mmap:
-    """A shared file, privately: vLLM's loaders may write to their tensors without changing it."""
-    with Path(path).open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
