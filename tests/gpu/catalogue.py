@@ -66,8 +66,9 @@ _ALL = (
     ),
     Part(
         "fingerprint",
-        "fingerprints of the tensors of a Qwen3-0.6B where they are: Triton's kernel and torch, against NumPy",
-        "equal to the bit; the kernel at least 400 GB/s",
+        "fingerprints of the tensors of a Qwen3-0.6B where they are: Triton's kernel and torch, against NumPy. Its "
+        "tensors from shared memory to the GPU",
+        "equal to the bit; the kernel at least 400 GB/s, the load 10",
         ("torch", "transformers", "triton"),
     ),
     Part(

@@ -1,9 +1,10 @@
-"""Fingerprints of a model's tensors where they are, against those of host memory; and how fast each form reads."""
+"""Fingerprints of a model's tensors where they are, against those of host memory, and both ways from there."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from gspo.common.weights.device_fingerprint import device_fingerprint, on_host
 from gspo.common.weights.fingerprint import Fingerprint, fingerprint
+from gspo.generation.engine.worker.policy_tensors import DeviceTensors, host_tensors
 from tests.gpu.part_run import PartRun
 
 _TIMED = 5
@@ -41,6 +43,27 @@ def run(case: PartRun) -> None:
     case.note(kernel_ms=kernel_s * 1e3, torch_gb_s=num_bytes / torch_s / 1e9)
     case.note(numpy_gb_s=host.nbytes / numpy_s / 1e9, sha256_gb_s=host.nbytes / sha_s / 1e9)
     case.judge("kernel, GB/s", num_bytes / kernel_s / 1e9, at_least=400)
+    _read_policy(case, tensors)
+
+
+def _read_policy(case: PartRun, tensors: Sequence[Tensor]) -> None:
+    """A policy's file to the device: through page-locked buffers, and one tensor after another from the file."""
+    device, content, places = torch.device(case.device), bytearray(), []
+    for number, tensor in enumerate(tensors):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        places.append({"name": str(number), "dtype": dtype, "shape": list(tensor.shape), "offset": len(content)})
+        content += bits_of(tensor).tobytes()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(content)
+        file.flush()
+        reader = DeviceTensors(device)
+        read = [tensor for _, tensor in reader.read(file.name, places)]
+        case.require(all(map(torch.equal, read, tensors)), "a tensor is another one after the buffers")
+        del read
+        locked_s = _seconds(case, lambda: [tensor.shape for _, tensor in reader.read(file.name, places)])
+        plain_s = _seconds(case, lambda: [tensor.to(device) for _, tensor in host_tensors(file.name, places)])
+    case.note(plain_load_gb_s=len(content) / plain_s / 1e9)
+    case.judge("page-locked load, GB/s", len(content) / locked_s / 1e9, at_least=10)
 
 
 def bits_of(tensor: Tensor) -> np.ndarray:
