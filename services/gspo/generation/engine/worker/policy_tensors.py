@@ -113,10 +113,10 @@ class DeviceTensors:
 def _locked(num_bytes: int, device: torch.device) -> Tensor:
     if device.type == "cuda":
         try:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             log.warning("weights come through memory that is not page-locked, which is slower: %s", error)
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def _form(place: Place) -> tuple[torch.dtype, list[int]]:
