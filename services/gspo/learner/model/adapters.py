@@ -54,6 +54,10 @@ class Adapters:
                 raise InputError(
                     "learner.lora.target_modules", f"{chosen}: {error}", "Name linear layers, such as q_proj"
                 ) from error
+        if not lora.dropout:  # a dropout of float32 states draws other numbers
+            # peft copies states in bfloat16 to float32, the dtype of the adapters, and autocast rounds them back.
+            for layer in self._layers():
+                layer.cast_input_dtype_enabled = False
 
     def off(self) -> AbstractContextManager[None]:
         """A block with the policy without its adapters: the base."""
@@ -62,18 +66,21 @@ class Adapters:
 
     def weights(self) -> dict[str, NamedWeight]:
         """The policy's weights under the names that they have without adapters, the products added in copies."""
-        causal_lm = self._peft.get_base_model()
         adapted = {
             _plain(f"{name}.{getattr(layer, 'parameter_name', 'weight')}"): layer
-            for name, layer in causal_lm.named_modules()
-            if isinstance(layer, LoraLayer)
+            for layer, name in self._layers().items()
         }
         return {
             plain: _merged(weight, adapted.get(plain))
-            for name, weight in causal_lm.state_dict(keep_vars=True).items()
+            for name, weight in self._peft.get_base_model().state_dict(keep_vars=True).items()
             if _OF_ADAPTERS not in name
             for plain in [_plain(name)]
         }
+
+    def _layers(self) -> dict[LoraLayer, str]:
+        """The layers with adapters, and their names."""
+        modules = self._peft.get_base_model().named_modules()
+        return {layer: name for name, layer in modules if isinstance(layer, LoraLayer)}
 
     def save(self, folder: Path) -> None:
         """Write the adapters in peft's own form: adapter_config.json and adapter_model.safetensors."""

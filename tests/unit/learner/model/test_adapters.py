@@ -142,6 +142,19 @@ def test_a_resumed_run_makes_the_same_bits_from_the_adapters_alone(
     assert kept < (folder / "model.safetensors").stat().st_size, "the frozen weights are in the checkpoint"
 
 
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_states_that_are_not_copied_to_float32_give_the_same_bits(folder: Path, zero_stage: int) -> None:
+    digests = []
+    for copies in (False, True):
+        trainer = make_trainer(folder, dtype="bfloat16", zero_stage=zero_stage)
+        for layer in trainer.engine.model.adapters._layers():  # type: ignore[union-attr]
+            assert not layer.cast_input_dtype_enabled
+            layer.cast_input_dtype_enabled = copies
+        train(trainer, 1, make_rows(folder))
+        digests.append(digest(trainer))
+    assert digests[0] == digests[1]
+
+
 def test_dropout_is_drawn_from_seed_and_step(folder: Path) -> None:
     lora = {**LORA, "dropout": 0.2}
     dropped = [make_trainer(folder, lora=lora) for _ in range(2)]

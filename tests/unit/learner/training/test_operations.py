@@ -96,12 +96,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_weights_are_rounded_once_a_mini_batch_and_states_stay_bfloat16(folder: Path, zero_stage: int) -> None:
-    """A float32 row of the embedding is looked up, and its gradient added, once a micro-batch."""
     operations = operations_of_a_step(folder, zero_stage=zero_stage)
     assert operations.roundings[True] == 0
     assert operations.roundings[False] == NUM_MINI_BATCHES * NUM_LINEAR
+    assert_only_the_embedding_is_wide(operations)
+
+
+def assert_only_the_embedding_is_wide(operations: Operations) -> None:
+    """A float32 row of the embedding is looked up, and its gradient added, once a micro-batch."""
     assert operations.wide.keys() == {"embedding.default in Embedding", "_to_copy.default in ToCopyBackward0"}
     assert len(set(operations.wide.values())) == 1
+
+
+def test_adapters_take_states_as_they_are(folder: Path) -> None:
+    operations = operations_of_a_step(folder, lora={"rank": 4})
+    # Each layer has two matrices of adapters.
+    assert operations.roundings[False] == NUM_MINI_BATCHES * 2 * NUM_LINEAR
+    assert operations.wide.keys() == {"embedding.default in Embedding"}
 
 
 def test_experts_are_rounded_once_a_mini_batch_too(tmp_path: Path) -> None:
@@ -109,6 +120,7 @@ def test_experts_are_rounded_once_a_mini_batch_too(tmp_path: Path) -> None:
     operations = operations_of_a_step(folder)
     # Four of each layer's attention, and two tensors of its experts; a router is rounded where it is used.
     assert operations.roundings[False] == NUM_MINI_BATCHES * 6 * NUM_LAYERS
+    assert_only_the_embedding_is_wide(operations)
 
 
 def test_a_run_that_began_before_keeps_float32_states(folder: Path) -> None:
