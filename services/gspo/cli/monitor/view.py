@@ -227,6 +227,7 @@ class View:
             case CheckpointDone(step=step, path=path):
                 return [ScreenLine(f"checkpoint of step {step}: {path}")]
             case TrainingDone(step=step, reason=reason):
+                self.step = step  # a resume may have trained it from the log, without an event
                 self.phases.enter("evaluation_after")
                 return [ScreenLine(f"training ended after step {step}: {reason}")]
             case StopRequested(reason=reason):

@@ -80,7 +80,8 @@ def gpu_use_line(steps: Sequence[Mapping[str, float]]) -> str:
     if not mfu and "learner_flops_per_s" in means:
         parts.append(f"learner {means['learner_flops_per_s'] / 1e12:.3g} Tflop/s")
     if "tokens_per_s_per_gpu" in means:
-        tokens_per_s, num_gpus = means["tokens_per_s_per_gpu"], steps[-1]["gpus"]
+        # A step that a resume trained from the log has no such figures.
+        tokens_per_s, num_gpus = means["tokens_per_s_per_gpu"], [step["gpus"] for step in steps if "gpus" in step][-1]
         parts.append(f"trained tokens/s a GPU: {tokens_per_s:,.0f} (GPUs: {num_gpus:.0f})")
     return "; ".join(parts)
 

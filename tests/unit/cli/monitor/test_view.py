@@ -120,7 +120,7 @@ def test_phases_follow_the_events(view: View) -> None:
     view.apply(Event(evaluation_done=EvaluationDone(version=0, figures={"sampled_mean": 0.25, "greedy_mean": 0.5})))
     assert view.phases.current == "training"
     view.apply(Event(training_done=TrainingDone(step=3, reason="run.total_steps reached")))
-    assert view.phases.current == "evaluation_after"
+    assert (view.phases.current, view.step) == ("evaluation_after", 3)
     (line,) = view.apply(Event(finished=Finished(reason="all rewards failed", end=RUN_END_FAILED)))
     assert line == ScreenLine("failed: all rewards failed", "error")
     view.phases.enter("")
@@ -213,6 +213,7 @@ def test_the_use_of_the_gpus_is_one_line_also_where_their_peak_is_unknown() -> N
     figures = {"step_s": 4.0, "train_s": 1.0, "gpus": 8.0}
     figures |= {"tokens_per_s_per_gpu": 1250.0, "learner_flops_per_s": 2e14}
     assert gpu_use_line([]) == ""
+    assert gpu_use_line([figures, {"tokens": 100.0}]) == gpu_use_line([figures]), "the last one was trained on a resume"
     assert gpu_use_line([figures]) == "learner 200 Tflop/s; trained tokens/s a GPU: 1,250 (GPUs: 8)"
     known = figures | {"learner_mfu": 0.4, "mfu": 0.125}
     assert gpu_use_line([known]) == "MFU: learner 40.0%, whole loop 12.5%; trained tokens/s a GPU: 1,250 (GPUs: 8)"
