@@ -87,7 +87,7 @@ async def running(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> A
         make_tiny_model(folder / "model", scale=4.0),
         algorithm={"response_length": 384},
         # Two threads: OpenMP's were never started before the engine's process was forked.
-        generation={"save_tokens": 32, "threads": 2},
+        generation={"save_tokens": 32, "threads": 2, "checksums_every": 1},
         services={"lease_s": 6},
     )
     keys = Keys(config.name)
@@ -256,10 +256,11 @@ async def test_a_killed_generator_costs_what_it_had_not_saved(running: RunningGe
     """A second process takes the task, while the first one stands still, and is killed in the middle of it."""
     redis, keys, process = running.redis, running.keys, running.process
     policy = policy_of(Path(running.config.model.path), (await describe(running)).version + 1, scale=1.4)
-    await push(running, policy, epoch=5)
+    pushed = await push(running, policy, epoch=5)
     with service_process("generation", running.config, redis_url, "--name", "doomed") as doomed:
         instance = await named(doomed, redis, keys, "doomed")
-        await push(replace(running, instance=instance), policy, epoch=5)
+        again = await push(replace(running, instance=instance), policy, epoch=5)
+        assert again.checksum == pushed.checksum != ""
         os.kill(process.pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(0.3)  # a read that it has begun is over by now
