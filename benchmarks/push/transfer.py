@@ -27,7 +27,7 @@ from gspo.common.weights.changes import apply_changes, pack_changes
 from gspo.common.weights.manifest import policy_digest
 from gspo.learner.push.policy_weights import PolicyWeights
 from gspo.learner.push.replicas import push_weights
-from gspo.learner.push.weight_updates import FRAME_BYTES, WeightUpdate
+from gspo.learner.push.weight_updates import FRAME_BYTES, PackedChanges, WholePolicy
 from gspo_proto import generation_pb2_grpc
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 
@@ -41,23 +41,23 @@ def send(folder: str, rates: Sequence[float], version: int) -> dict[str, Any]:
     path = Path(folder)
     whole = load_version(path, 0, 0)
     changes = {
-        f"{rate:g}": WeightUpdate(load_version(path, rate, version), load_version(path, rate, version - 1))
+        f"{rate:g}": PackedChanges(load_version(path, rate, version), load_version(path, rate, version - 1))
         for rate in rates
     }
     grpc_s, changes_s = asyncio.run(_by_grpc(whole, changes))
     return {"bytes": whole.num_bytes, "grpc_s": grpc_s, "tcp_s": _by_tcp(whole), "changes_s": changes_s}
 
 
-async def _by_grpc(whole: PolicyWeights, changes: dict[str, WeightUpdate]) -> tuple[float, dict[str, float]]:
+async def _by_grpc(whole: PolicyWeights, changes: dict[str, PackedChanges]) -> tuple[float, dict[str, float]]:
     with ReceiverProcess(_receive_grpc) as address:
         async with open_channel(address) as channel:
             push = push_weights(channel)
 
-            async def seconds(update: WeightUpdate | None = None) -> float:
+            async def seconds(update: PackedChanges | None = None) -> float:
                 seconds_each = []
                 for _ in range(_ROUNDS):
                     began = time.monotonic()
-                    await push(aiter(update or WeightUpdate(whole)), timeout=60)
+                    await push(aiter(update or WholePolicy(whole)), timeout=60)
                     seconds_each.append(time.monotonic() - began)
                 return median(seconds_each[1:])
 

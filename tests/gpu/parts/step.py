@@ -21,7 +21,7 @@ from gspo.common.planning.longest import fitting_micro_batch, needs_checkpointin
 from gspo.common.planning.memory import RankMemory, rank_memory, reserved_bytes
 from gspo.learner.model.profile import profile
 from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.push.weight_updates import PACKING_THREADS, WeightUpdate
+from gspo.learner.push.weight_updates import PACKING_THREADS, PackedChanges
 from gspo.learner.training.trainer import Trainer
 from tests.gpu.breakdown import note_breakdown
 from tests.gpu.catalogue import PARTS
@@ -167,7 +167,7 @@ def _copy_policy(case: PartRun, trainer: Trainer) -> PolicyWeights:
 def _pack_changes(case: PartRun, policy: PolicyWeights, base: PolicyWeights) -> None:
     """Find and pack what the steps changed, as for a push."""
     began = time.monotonic()
-    num_bytes = asyncio.run(WeightUpdate(policy, base).pack())
+    num_bytes = asyncio.run(PackedChanges(policy, base).pack())
     packed_s = time.monotonic() - began
     case.note(pack_s=packed_s, packed_share=num_bytes / policy.num_bytes)
     case.measure(pack_bytes_s=policy.num_bytes / packed_s / PACKING_THREADS)

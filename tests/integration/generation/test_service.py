@@ -31,7 +31,7 @@ from gspo.common.streams.redis_client import connect_redis
 from gspo.common.streams.saved_states import DONE
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.push.replicas import GeneratorReplica, PushFailedError
-from gspo.learner.push.weight_updates import WeightUpdate, push_header
+from gspo.learner.push.weight_updates import PackedChanges, WholePolicy, push_header
 from gspo_proto.generation_pb2 import (
     DescribeRequest,
     GenerateRequest,
@@ -129,7 +129,7 @@ async def rollouts(running: RunningGenerator, num: int, timeout_s: float = 60) -
 async def push(
     running: RunningGenerator, policy: PolicyWeights, base: PolicyWeights | None = None, epoch: int = 1
 ) -> PushResult:
-    update = WeightUpdate(policy, base)
+    update = PackedChanges(policy, base) if base else WholePolicy(policy)
     header = push_header(update.target, update.base, run=running.config.name, epoch=epoch, learner="")
     async with open_channel(running.instance.grpc) as channel:
         replica = GeneratorReplica(running.instance, channel, ())
@@ -191,7 +191,7 @@ async def test_pushes_take_hold_or_change_nothing(running: RunningGenerator) -> 
     assert (await push(running, first)).digest == first.digest
 
     # Changes only; the tensors that did not change are not sent.
-    frames = [WeightFrame.FromString(frame) async for frame in WeightUpdate(second, first)]
+    frames = [WeightFrame.FromString(frame) async for frame in PackedChanges(second, first)]
     assert {run.name for frame in frames for run in frame.tensors} == {name for name in second.bits if "norm" in name}
     assert (await push(running, second, base=first)).version == 2
 

@@ -23,7 +23,7 @@ from gspo.common.weights.time_limit import TimeLimit
 from gspo.learner.push import replicas
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
 from gspo.learner.push.replicas import GeneratorReplica, PushFailedError
-from gspo.learner.push.weight_updates import WeightUpdate
+from gspo.learner.push.weight_updates import WholePolicy
 from gspo_proto.generation_pb2 import PushResult
 from tests.support import push_peers
 from tests.support.push_peers import PublishingLearner, generator, learner, policy, run_config, serve
@@ -79,7 +79,7 @@ async def test_whole_pushes_that_are_due_together_come_through(
     """Six generators, and a deadline of twice a single push: sent all at once, each would take six times as long."""
     config = run_config(tmp_path, make_run)
     for sender in ("push.publisher", "shares.share_server"):
-        monkeypatch.setattr(f"gspo.learner.{sender}.WeightUpdate", FramesOfOneLink)
+        monkeypatch.setattr(f"gspo.learner.{sender}.WholePolicy", FramesOfOneLink)
     async with learner(config, redis_url) as learning, contextlib.AsyncExitStack() as running:
         first = await running.enter_async_context(generator(config, redis_url))
         await learning.publish(policy(3))
@@ -93,13 +93,13 @@ async def test_whole_pushes_that_are_due_together_come_through(
         assert num_failures() == failed
 
 
-class FramesOfOneLink(WeightUpdate):
+class FramesOfOneLink(WholePolicy):
     """A dozen frames of a policy, which share one slow link with those of every other push."""
 
     link = asyncio.Lock()
 
-    def __init__(self, policy: PolicyWeights, base: PolicyWeights | None = None) -> None:
-        super().__init__(policy, base, frame_bytes=6000)
+    def __init__(self, policy: PolicyWeights) -> None:
+        super().__init__(policy, frame_bytes=6000)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for frame in super().__aiter__():

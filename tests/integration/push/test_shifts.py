@@ -28,7 +28,7 @@ from gspo.common.streams.keys import INSTANCE_TTL_S
 from gspo.generation.shared_gpus import gpus_of
 from gspo.learner.push import shifts
 from gspo.learner.push.shifts import ShiftStoppedError
-from gspo.learner.push.weight_updates import WeightUpdate, push_header
+from gspo.learner.push.weight_updates import WholePolicy, push_header
 from gspo_proto.generation_pb2 import PushResult, WeightFrame
 from gspo_proto.generation_pb2_grpc import GenerationStub
 from tests.support.push_peers import (
@@ -117,7 +117,7 @@ async def test_a_push_in_the_learners_shift_is_refused_and_wakes_nobody(
     config = shared_config(tmp_path)
     async with generator(config, redis_url) as target, learner(config, redis_url) as learning:
         await learning.shifts.begin("step 7")
-        update = WeightUpdate(policy(1))
+        update = WholePolicy(policy(1))
 
         async def frames() -> AsyncIterator[WeightFrame]:
             yield WeightFrame(

@@ -31,7 +31,7 @@ from gspo.learner.push.policy_weights import PolicyFacts, PolicyWeights
 from gspo.learner.push.push_account import PushAccount
 from gspo.learner.push.replicas import REPLICA_STATES, GeneratorReplica, LiveWeights, PushFailedError
 from gspo.learner.push.shifts import LearnerShifts
-from gspo.learner.push.weight_updates import ChainedChanges, ChangeChain, UpdateKind, WeightUpdate, push_header
+from gspo.learner.push.weight_updates import ChainedChanges, ChangeChain, UpdateKind, WholePolicy, push_header
 from gspo.runlog.pushes import PushRecord
 from gspo_proto.generation_pb2 import PushResult
 from gspo_proto.rollout_pb2 import VersionLive
@@ -76,11 +76,11 @@ class Publisher:
         # Distinguishes two learners of one epoch, in two run directories of one name.
         self._learner = service.uid
         self.newest: PolicyWeights | None = None
-        self._full: WeightUpdate | None = None
+        self._full: WholePolicy | None = None
         # The changes that made the newest version and those before it.
         self._chain = ChangeChain(service.config.staleness.max_lag + 1)
         # No change at all, for generators that sleep with the newest version.
-        self._repeat: WeightUpdate | None = None
+        self._repeat: ChainedChanges | None = None
         self._published_s = 0.0
         self._replicas: dict[str, GeneratorReplica] = {}
         self._queue = SendQueue(service.config.generation.push_timeout_s)
@@ -92,8 +92,9 @@ class Publisher:
     def publish(self, policy: PolicyWeights) -> None:
         """Make a version the newest; the one before stays until the changes from it are packed."""
         if self.newest is not None:
-            self._chain.add(WeightUpdate(policy, self.newest))
-        self.newest, self._full, self._repeat = policy, WeightUpdate(policy), WeightUpdate(policy, policy)
+            self._chain.add(policy, self.newest)
+        self.newest, self._full = policy, WholePolicy(policy)
+        self._repeat = ChainedChanges(policy.facts, policy.facts)
         self._published_s = time.monotonic()
         self.wake()
 
@@ -214,7 +215,7 @@ class Publisher:
         if not self._shifts.has_gpus:
             self._shifts.asleep.discard(replica.instance.uid)
 
-    def _update_for(self, replica: GeneratorReplica) -> WeightUpdate | ChainedChanges | None:
+    def _update_for(self, replica: GeneratorReplica) -> WholePolicy | ChainedChanges | None:
         """The newest version as changes, if a generator holds a version whose changes are kept; else in full."""
         if self._repeat and replica.serves(self._repeat.target):
             return self._repeat

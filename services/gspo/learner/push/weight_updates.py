@@ -6,8 +6,8 @@ the last versions one by one. Packed changes are small, and need none of the pol
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from itertools import islice
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import dropwhile, islice
 from typing import Literal
 
 from gspo.common.weights.changes import Bits, pack_changes
@@ -24,62 +24,57 @@ PACKING_THREADS = 4
 _MOST_KEPT_SHARE = 0.25
 
 
-class WeightUpdate:
-    """A version for generators: a header and frames, which may be iterated several times.
-
-    A frame is the bytes of a WeightFrame. Changes are packed in threads and written into frames once for all
-    generators, while the first frames are sent already.
+class WholePolicy:
+    """A version with every element; its frames are made as they are sent.
 
     Attributes:
         target: The version that it brings.
-        base: The version that the receiver has; None if it needs every element.
+        base: The receiver needs none.
+    """
+
+    kind: UpdateKind = "full"
+    base = None
+
+    def __init__(self, policy: PolicyWeights, frame_bytes: int = FRAME_BYTES) -> None:
+        self.target = policy.facts
+        self._policy, self._frame_bytes = policy, frame_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for name, run in _runs(self._policy, self._frame_bytes):
+            # To copy so little takes less time than to hand it to a thread.
+            yield _serialized([_whole(name, run, self._policy.bits[name].reshape(-1)[run])])
+
+
+class PackedChanges:
+    """The changes from a version to the next, packed in threads once for all generators.
+
+    Iterating gives the frames, as often as it is done; the first ones come while others are packed.
+
+    Attributes:
+        target: The version that it brings.
+        base: The version that the receiver has.
         own_bytes: Size of the tensors that this rank owns.
 
     Args:
-        frame_bytes: Most bytes of weights in one run of elements; a frame of changes ends with the run that fills it.
+        frame_bytes: Most bytes of weights in one run of elements; a frame ends with the run that fills it.
     """
 
-    def __init__(
-        self, policy: PolicyWeights, base: PolicyWeights | None = None, frame_bytes: int = FRAME_BYTES
-    ) -> None:
-        self.target, self.base = policy.facts, base.facts if base else None
+    def __init__(self, policy: PolicyWeights, base: PolicyWeights, frame_bytes: int = FRAME_BYTES) -> None:
+        self.target, self.base = policy.facts, base.facts
         self.own_bytes = sum(bits.nbytes for bits in policy.bits.values())
-        self._policy = None if base else policy
-        # Let go once the changes are packed.
-        self._versions = (policy, base) if base else None
+        # Until the packing begins, which lets them go at its end.
+        self._versions: tuple[PolicyWeights, PolicyWeights] | None = (policy, base)
         self._frame_bytes = frame_bytes
-        self._runs = [
-            (name, slice(start, start + frame_bytes // bits.itemsize))
-            for name, bits in policy.bits.items()
-            for start in range(0, bits.size, frame_bytes // bits.itemsize)
-        ]
         self._frames: list[bytes] = []
-        self._packing: asyncio.Task[None] | None = None
+        self._packing: asyncio.Task[None]
         self._grown = asyncio.Event()
 
-    @property
-    def kind(self) -> UpdateKind:
-        """Whether it has every element, or changes to its base."""
-        return "changes" if self.base else "full"
-
     async def pack(self) -> int:
-        """Pack all changes, and let both policies go: from now on only the frames are kept.
-
-        Returns:
-            The bytes of the frames; 0 for a version with every element, whose frames are made as they are sent.
-        """
+        """Pack all changes, and let both policies go: only the frames are kept, whose bytes it returns."""
         await self._begin_packing()
         return sum(map(len, self._frames))
 
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._elements(self._policy) if self._policy else self._changes()
-
-    async def _elements(self, policy: PolicyWeights) -> AsyncIterator[bytes]:
-        for name, run in self._runs:
-            # To copy so little takes less time than to hand it to a thread.
-            yield _serialized([_whole(name, run, policy.bits[name].reshape(-1)[run])])
-
-    async def _changes(self) -> AsyncIterator[bytes]:
+    async def __aiter__(self) -> AsyncIterator[bytes]:
         packing, number = self._begin_packing(), 0
         while number < len(self._frames) or not packing.done():
             if number == len(self._frames):
@@ -92,8 +87,8 @@ class WeightUpdate:
 
     def _begin_packing(self) -> asyncio.Task[None]:
         """The packing: the first that needs it begins it, and the end of a push does not end it."""
-        if self._packing is None:
-            self._packing = asyncio.create_task(self._pack())
+        if self._versions is not None:
+            self._packing, self._versions = asyncio.create_task(self._pack(*self._versions)), None
             self._packing.add_done_callback(self._end_packing)
         return self._packing
 
@@ -102,14 +97,12 @@ class WeightUpdate:
         if not packing.cancelled():
             packing.exception()  # raised where the packing is awaited, if it is
 
-    async def _pack(self) -> None:
-        if self._versions is None:
-            return
-        runs, waiting = iter(self._runs), deque[asyncio.Task[TensorFrame | None]]()
+    async def _pack(self, policy: PolicyWeights, base: PolicyWeights) -> None:
+        runs, waiting = _runs(policy, self._frame_bytes), deque[asyncio.Task[TensorFrame | None]]()
         filled: list[TensorFrame] = []
         while True:
             for run in islice(runs, PACKING_THREADS - len(waiting)):
-                waiting.append(asyncio.create_task(asyncio.to_thread(_packed_run, *self._versions, *run)))
+                waiting.append(asyncio.create_task(asyncio.to_thread(_packed_run, policy, base, *run)))
             if not waiting:
                 break
             packed = await waiting.popleft()
@@ -117,7 +110,6 @@ class WeightUpdate:
             if sum(len(tensor.data) + len(tensor.changes.packed) for tensor in filled) >= self._frame_bytes:
                 self._add(filled)
         self._add(filled)
-        self._versions = None
 
     def _add(self, filled: list[TensorFrame]) -> None:
         """Write a frame, and wake the pushes that wait for it."""
@@ -132,14 +124,13 @@ class ChainedChanges:
 
     Attributes:
         target: The version that it brings.
-        base: The version that the receiver has.
+        base: The version that the receiver has; without links the same one.
     """
 
     kind: UpdateKind = "changes"
 
-    def __init__(self, links: Sequence[WeightUpdate]) -> None:
-        self._links = links
-        self.target, self.base = links[-1].target, links[0].base
+    def __init__(self, target: PolicyFacts, base: PolicyFacts, links: Sequence[PackedChanges] = ()) -> None:
+        self.target, self.base, self._links = target, base, links
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for link in self._links:
@@ -155,30 +146,28 @@ class ChangeChain:
     """
 
     def __init__(self, max_length: int) -> None:
-        self._links: deque[WeightUpdate] = deque(maxlen=max_length)
+        self._links: deque[PackedChanges] = deque(maxlen=max_length)
         # By version.
         self._num_bytes: dict[int, int] = {}
         self._packing: list[asyncio.Task[None]] = []
 
-    def add(self, changes: WeightUpdate) -> None:
-        """Take the changes that make the newest version, and begin to pack them."""
+    def add(self, policy: PolicyWeights, base: PolicyWeights) -> None:
+        """Begin to pack the changes that make the newest version."""
+        changes = PackedChanges(policy, base)
         self._links.append(changes)
         self._packing.append(asyncio.create_task(self._pack(changes)))
 
     def update_from(self, digest: str) -> ChainedChanges | None:
         """The changes from this version to the newest one; None if not all of them are kept."""
-        for number, link in enumerate(self._links):
-            if link.base and link.base.digest == digest:
-                return ChainedChanges(list(self._links)[number:])
-        return None
+        links = list(dropwhile(lambda link: link.base.digest != digest, self._links))
+        return ChainedChanges(links[-1].target, links[0].base, links) if links else None
 
     def between(self, base_version: int, version: int) -> ChainedChanges | None:
         """The changes from one version to a later one, by their numbers; None if not all of them are kept."""
         links = [link for link in self._links if base_version < link.target.version <= version]
-        if not links or links[-1].target.version != version:
+        if not links or links[-1].target.version != version or links[0].base.version != base_version:
             return None
-        base = links[0].base
-        return ChainedChanges(links) if base and base.version == base_version else None
+        return ChainedChanges(links[-1].target, links[0].base, links)
 
     def forget_packed(self) -> None:
         """Forget the packing that is over.
@@ -200,7 +189,7 @@ class ChangeChain:
         for packing in self._packing:
             packing.cancel()
 
-    async def _pack(self, changes: WeightUpdate) -> None:
+    async def _pack(self, changes: PackedChanges) -> None:
         self._num_bytes[changes.target.version] = await changes.pack()
         most = _MOST_KEPT_SHARE * changes.own_bytes
         while len(self._links) > 1 and sum(self._num_bytes.get(link.target.version, 0) for link in self._links) > most:
@@ -224,6 +213,13 @@ def push_header(target: PolicyFacts, base: PolicyFacts | None, *, run: str, epoc
         num_bytes=target.num_bytes,
         sources=target.sources,
     )
+
+
+def _runs(policy: PolicyWeights, num_bytes: int) -> Iterator[tuple[str, slice]]:
+    """Tensor and place of each run of elements of at most so many bytes."""
+    for name, bits in policy.bits.items():
+        length = num_bytes // bits.itemsize
+        yield from ((name, slice(start, start + length)) for start in range(0, bits.size, length))
 
 
 def _packed_run(policy: PolicyWeights, base: PolicyWeights, name: str, run: slice) -> TensorFrame | None:

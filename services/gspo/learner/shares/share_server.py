@@ -17,7 +17,7 @@ from gspo.common.network.credentials import is_loopback
 from gspo.common.network.grpc_server import GrpcApi, GrpcServer
 from gspo.common.service.app import Service
 from gspo.learner.push.policy_weights import PolicyWeights
-from gspo.learner.push.weight_updates import ChainedChanges, ChangeChain, WeightUpdate
+from gspo.learner.push.weight_updates import ChainedChanges, ChangeChain, WholePolicy
 from gspo_proto.learner_pb2 import PullRequest
 
 log = structlog.get_logger()
@@ -82,17 +82,17 @@ class ShareServer:
 
     async def _take(self, own: PolicyWeights) -> None:
         if self._whole:
-            self._chain.add(WeightUpdate(own, self._whole[-1]))
+            self._chain.add(own, self._whole[-1])
         self._whole.append(own)
 
-    def _update(self, request: PullRequest) -> Iterable[WeightUpdate | ChainedChanges] | None:
+    def _update(self, request: PullRequest) -> Iterable[WholePolicy | ChainedChanges] | None:
         """Updates to a version: none for a generator that has it, changes, or every element; None if it is gone."""
         if request.HasField("base_version"):
             if request.base_version == request.version:
                 return ()
             if changes := self._chain.between(request.base_version, request.version):
                 return (changes,)
-        return next(((WeightUpdate(own),) for own in self._whole if own.version == request.version), None)
+        return next(((WholePolicy(own),) for own in self._whole if own.version == request.version), None)
 
     def _add_handler(self, server: grpc.aio.Server) -> None:
         # Without a serializer: the frames of changes are written once for all generators.

@@ -164,9 +164,11 @@ def filling(file: Path) -> Iterator[subprocess.Popen[str]]:
     """Another generator's process, which has begun to fill a slot with the policy `next`."""
     command = [sys.executable, "-c", _FILL, str(file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "begun\n"
-        yield process
-        process.kill()
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "begun\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_killed_process_keeps_no_slot_and_what_it_began_is_never_loaded(file: Path) -> None:

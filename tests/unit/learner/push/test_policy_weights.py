@@ -25,7 +25,7 @@ from gspo.learner.push.policy_weights import (
     rank_manifest,
     weights_from,
 )
-from gspo.learner.push.weight_updates import WeightUpdate
+from gspo.learner.push.weight_updates import PackedChanges, WholePolicy
 from gspo.learner.training.trainer_api import NotFiniteError
 from gspo_proto.generation_pb2 import TensorFrame, WeightFrame
 
@@ -45,16 +45,16 @@ def policy(
     return weights_from(version, {name: tensor.to(dtype) for name, tensor in tensors.items()})
 
 
-def small_frames(policy: PolicyWeights, base: PolicyWeights | None = None) -> WeightUpdate:
-    return WeightUpdate(policy, base, frame_bytes=512)
+def small_frames(policy: PolicyWeights, base: PolicyWeights | None = None) -> PackedChanges | WholePolicy:
+    return PackedChanges(policy, base, frame_bytes=512) if base else WholePolicy(policy, frame_bytes=512)
 
 
-async def tensors_of(update: WeightUpdate) -> list[TensorFrame]:
+async def tensors_of(update: PackedChanges | WholePolicy) -> list[TensorFrame]:
     """The runs of all frames."""
     return [run async for frame in update for run in WeightFrame.FromString(frame).tensors]
 
 
-async def staged_after(sent: WeightUpdate, base: PolicyCopies | None, dtype: str) -> PolicyCopies:
+async def staged_after(sent: PackedChanges | WholePolicy, base: PolicyCopies | None, dtype: str) -> PolicyCopies:
     copies = base or PolicyCopies(SHAPES, dtype)
     copies.begin(changes=base is not None)
     for frame in await tensors_of(sent):
@@ -139,7 +139,7 @@ def test_the_digest_does_not_depend_on_the_number_of_threads(monkeypatch: pytest
 
 async def test_packed_changes_need_none_of_their_policies() -> None:
     base, newest = policy(1), policy(2, changed={"a": 0.1})
-    update = small_frames(newest, base)
+    update = PackedChanges(newest, base)
     ahead = [frame async for frame in update]
     gone = [weakref.ref(base), weakref.ref(newest)]
     num_bytes = await update.pack()

@@ -11,7 +11,7 @@ import torch
 from gspo.common.weights.changes import Packed, apply_changes
 from gspo.learner.push import weight_updates
 from gspo.learner.push.policy_weights import PolicyWeights, weights_from
-from gspo.learner.push.weight_updates import ChainedChanges, ChangeChain, WeightUpdate
+from gspo.learner.push.weight_updates import ChainedChanges, ChangeChain, PackedChanges
 from gspo_proto.generation_pb2 import WeightFrame
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
@@ -33,7 +33,7 @@ def versions(number: int, *, changed: int = 10) -> list[PolicyWeights]:
 async def chain_of(policies: list[PolicyWeights], max_length: int) -> ChangeChain:
     chain = ChangeChain(max_length)
     for base, policy in pairwise(policies):
-        chain.add(WeightUpdate(policy, base))
+        chain.add(policy, base)
         await chain.wait_until_packed()
         chain.forget_packed()
     return chain
@@ -72,7 +72,7 @@ async def test_large_changes_are_kept_for_the_version_before_alone() -> None:
 
 async def test_frames_of_changes_are_full_and_written_once_for_all_generators() -> None:
     base, policy = versions(2, changed=1000)
-    update = WeightUpdate(policy, base, frame_bytes=256)
+    update = PackedChanges(policy, base, frame_bytes=256)
     first, second = [[frame async for frame in update] for _ in range(2)]
     assert len(first) > 1 and all(frame is again for frame, again in zip(first, second, strict=True))
     runs = [WeightFrame.FromString(frame).tensors for frame in first]
@@ -84,7 +84,7 @@ async def test_frames_of_changes_are_full_and_written_once_for_all_generators() 
 async def test_a_failure_of_the_packing_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_updates, "pack_changes", lambda *_: 1 / 0)
     chain, (base, policy) = ChangeChain(1), versions(2)
-    chain.add(WeightUpdate(policy, base))
+    chain.add(policy, base)
     await chain.wait_until_packed()
     with pytest.raises(ZeroDivisionError):
         chain.forget_packed()
