@@ -44,8 +44,8 @@ share of one core. Idle cores are of the whole machine.
 ### Weight pushes and the learner's time
 
 Push: from the end of a step until the generator serves the new version. Stall: pause of generation during a push. \
-Values are medians over the steps. First rollout: from the start of `gspo run` to the end of the first answer. The \
-last four columns are parts of a step.
+Values are medians over the steps. First rollout: from the start of `gspo run` to the end of the first answer, with \
+the compilation of vLLM's graphs. The last four columns are parts of a step.
 
 {pushes}
 """
