@@ -12,7 +12,7 @@ from gspo.common.host.gpu_kinds import GpuKind
 from gspo.common.host.machine import GIB
 from gspo.common.planning.model_profile import ModelProfile
 
-_MOST_GPUS, _LORA_RANK, _LEAST_CONTEXT = 64, 16, 1024
+_MOST_GPUS, _LORA_RANK, _LEAST_CONTEXT = 1024, 16, 1024
 
 
 def does_not_fit(request: PlanRequest, profile: ModelProfile, gpu: GpuKind, nearest: Choice | None) -> InputError:
@@ -60,7 +60,8 @@ def _changes(request: PlanRequest, profile: ModelProfile, gpu: GpuKind) -> Itera
         choice = choice_of(changed, profile, gpu)
         return choice if choice and not choice.shortages else None
 
-    more = (number for number in range(request.num_gpus + 1, _MOST_GPUS + 1) if number < 8 or not number % 8)
+    numbers = (*range(1, 8), *range(8, 128, 8), *range(128, _MOST_GPUS + 1, 64))
+    more = (number for number in numbers if number > request.num_gpus)
     if number := next((number for number in more if fits(replace(request, num_gpus=number))), None):
         yield f"--gpus {number}"
     if unlimited := fits(replace(request, host_gib=math.inf)):

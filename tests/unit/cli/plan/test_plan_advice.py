@@ -119,3 +119,12 @@ def test_work_divides_over_whole_hosts_as_the_refusal_says() -> None:
     assert "512 rollouts in 4 mini-batches divide over no number of ranks on whole hosts of 5 GPUs" in error.rule
     assert error.fix == "Choose --groups times --group-size as a multiple of 20"
     assert choice_of(replace(request, groups=65), QWEN3_8B, gpu) is not None
+
+
+def test_a_refusal_names_as_many_gpus_as_are_needed() -> None:
+    gpu, request = find_kind(None, 80), replace(REQUEST, host_gib=1280)
+    profile = published_models()["Qwen3-235B-A22B"]
+    error = does_not_fit(request, profile, gpu, choice_of(request, profile, gpu))
+    assert error.fix.startswith("These fit: --gpus 72")
+    fitting = choice_of(replace(request, num_gpus=72), profile, gpu)
+    assert fitting is not None and not fitting.shortages
