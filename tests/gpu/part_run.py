@@ -55,7 +55,7 @@ class PartSizes:
 _ENGINE: dict[str, Any] = {"gpu_memory_utilization": 0.15, CACHE_ARGUMENT: 18 * GIB, "enforce_eager": True}
 SIZES = {
     "cuda": PartSizes("qwen3-0.6b", 256, 128, 512, 4096, None, 60, 8, _ENGINE),
-    "cpu": PartSizes("tiny", 8, 8, 48, 128, 20, 2, 8),
+    "cpu": PartSizes("tiny", 8, 8, 128, 128, 20, 2, 8),
 }
 
 
