@@ -1,5 +1,6 @@
 """The arguments of `gspo plan`."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,10 @@ HostMemoryGib = Annotated[
     typer.Option(
         min=1, help="Memory of a host in GiB. By default what this machine has free, or twice that of the host's GPUs."
     ),
+]
+HostCores = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processor cores of a host. By default those of this machine, or enough of them."),
 ]
 Context = Annotated[
     str | None,
@@ -54,6 +59,7 @@ def plan(
     card: CardName = None,
     gpus_per_host: GpusPerHost = 8,
     host_memory: HostMemoryGib = None,
+    host_cores: HostCores = None,
     context: Context = None,
     groups: Groups = 64,
     group_size: GroupSize = 8,
@@ -80,8 +86,9 @@ def plan(
     num_here = 0
     if card is None and gpu_memory is None:
         card, num_here = gpus_here()
-    if num_here and host_memory is None:
-        host_memory = free_memory() / GIB
+    if num_here:
+        host_memory = host_memory or free_memory() / GIB
+        host_cores = host_cores or len(os.sched_getaffinity(0))
     request = PlanRequest(
         model=model,
         num_gpus=gpus or num_here or _PLANNED_GPUS,
@@ -89,6 +96,7 @@ def plan(
         gpu_gb=gpu_memory,
         gpus_per_host=gpus_per_host,
         host_gib=host_memory,
+        host_cores=host_cores,
         context=parse_tokens(context) if context else 0,
         groups=groups,
         group_size=group_size,

@@ -1,5 +1,6 @@
 """A request of `gspo plan`, and its plan."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class PlanRequest:
         model: As config_folder takes it.
         gpus_per_host: At most; more GPUs are on several hosts.
         host_gib: GiB of each host's own memory; None is assumed (host_memory.py).
+        host_cores: Processor cores of each host; None: enough.
         context: Tokens of the longest rollout, prompt and answer; 0: LONGEST_CONTEXT, or what the models read if less.
         teacher: A frozen model that the learner loads beside the policy, as `model`.
         mean_answer, mean_prompt: Tokens; None is assumed (rollout_lengths.py).
@@ -45,6 +47,7 @@ class PlanRequest:
     gpu_gb: float | None = None
     gpus_per_host: int = 8
     host_gib: float | None = None
+    host_cores: int | None = None
     context: int = 0
     groups: int = 64
     group_size: int = 8
@@ -90,7 +93,8 @@ def planned_choice(
 ) -> Planned:
     """A choice that fits, with the times that rates give."""
     lengths = RolloutLengths.of(choice.config, prompt=request.mean_prompt, mean=request.mean_answer)
-    times = times_of(choice, profile, lengths, gpu, rates)
+    rank_cores = (request.host_cores or math.inf) / min(choice.ranks, request.gpus_per_host)
+    times = times_of(choice, profile, lengths, gpu, rates, rank_cores)
     return Planned(request, profile, gpu, rates, machine_of(request, gpu), lengths, choice, times)
 
 

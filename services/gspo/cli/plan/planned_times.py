@@ -5,6 +5,7 @@ Nothing here chooses a configuration. Exchange between GPUs and between hosts is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from gspo.common.planning.model_profile import ModelProfile
 
 # Measured on a CPU at a learning rate of 1e-6 to 1e-5 (docs/benchmarks.md): packed changes, of all bytes.
 CHANGED_SHARE = Rate(0.023, 0.091, "packed changes at learning rates of 1e-6 to 1e-5, 2026-11-22")
-# The threads that pack changes (learner/push/weight_updates.py).
+# The threads that pack changes, at most (learner/push/weight_updates.py).
 _PACKING = 4
 
 
@@ -82,8 +83,18 @@ class PlannedTimes:
 
 
 def times_of(
-    choice: Choice, profile: ModelProfile, lengths: RolloutLengths, gpu: GpuKind, rates: Mapping[str, Rate]
+    choice: Choice,
+    profile: ModelProfile,
+    lengths: RolloutLengths,
+    gpu: GpuKind,
+    rates: Mapping[str, Rate],
+    rank_cores: float = math.inf,
 ) -> PlannedTimes:
+    """The seconds of a choice.
+
+    Args:
+        rank_cores: Processor cores that a rank has for itself.
+    """
     config, policy = choice.config, policy_bytes(choice.config, profile.num_parameters)
     share = rates["mixture_flops_share" if profile.is_mixture else "train_flops_share"]
     products = seconds(training_flops(config, profile, lengths), share, gpu.flops * choice.ranks)
@@ -94,7 +105,8 @@ def times_of(
     low, high = (share * policy * choice.generator_hosts for share in (CHANGED_SHARE.low, CHANGED_SHARE.high))
     # Each rank copies and packs the layers that it owns.
     own = policy / choice.ranks
-    send = seconds(own, rates["pack_bytes_s"], _PACKING) + seconds(policy, rates["stage_bytes_s"])
+    threads = min(_PACKING, max(1.0, rank_cores))
+    send = seconds(own, rates["pack_bytes_s"], threads) + seconds(policy, rates["stage_bytes_s"])
     send += SecondsRange(low / rates["wire_bytes_s"].high, high / rates["wire_bytes_s"].low)
     make, load = seconds(own, rates["to_host_bytes_s"]), seconds(policy / choice.parallel, rates["load_bytes_s"])
     training = products + offload
