@@ -61,7 +61,7 @@ def test_a_function_is_submitted_without_a_run_and_found_by_the_next(tmp_path: P
     file, output = tmp_path / "config.yaml", tmp_path / "said"
     write_config(config, file)
     with output.open("wb") as out:
-        command = [sys.executable, "-m", "gspo.cli", "reward", "serve", str(file)]
+        command = [sys.executable, "-m", "gspo.cli", "reward", "serve", str(tmp_path)]  # it stands for the file
         process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "COLUMNS": "200"})
     try:
         _use(tmp_path, until_printed(output, r"reward functions at (\S+),"))

@@ -15,7 +15,14 @@ from gspo.cli.processes.redis_server import REDIS, check_redis, start_redis
 from gspo.cli.processes.supervisor import ProcessSupervisor
 from gspo.cli.run.session import Interrupts
 from gspo.cli.rundir.open_run import api_url
-from gspo.cli.rundir.start import SERVICES_DIR, RunStart, lock_run_dir, prepare, write_supervisor_facts
+from gspo.cli.rundir.start import (
+    SERVICES_DIR,
+    RunStart,
+    config_file_of,
+    lock_run_dir,
+    prepare,
+    write_supervisor_facts,
+)
 from gspo.common.config.loading import read_config
 from gspo.common.config.reward import RewardFunction
 from gspo.common.config.schema import Config
@@ -36,7 +43,7 @@ def serve(config_file: Path, port: int, console: Console) -> int:
         InputError: The configuration cannot work, or another process serves its folder.
         RunError: The service could not be kept alive.
     """
-    config = serving_config(read_config(config_file), port)
+    config = serving_config(read_config(config_file_of(config_file)), port)
     check_ports(config)
     with lock_run_dir(config.run_dir):
         return asyncio.run(_serve(config, console))
