@@ -36,6 +36,13 @@ def _of_training(prompts: PromptSet) -> Iterator[Finding]:
             "of messages does, and get no chat template",
             tries=(f"{types}: {{{column}: json}}, which reads a list in JSON",),
         )
+    for role, count in prompts.left_out_roles.items():
+        yield Finding(
+            "messages_left_out",
+            f"{prompts.key}: the chat template leaves out what messages of the role '{role}' say, in {count} of "
+            f"{prompts.num_rows} prompts",
+            tries=("the roles that it knows, such as system and user",),
+        )
 
 
 def _of_held_out(prompts: PromptSet, trained_on: set[int]) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -32,6 +33,8 @@ Progress = Callable[[int, int], None]
 _BATCH = 1024
 # JSON, or what pandas writes of a list into CSV.
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*{\s*["'](role|content)["']""")
+# Templates cut thoughts out of the first's messages, and write the second's as JSON.
+_REWRITTEN_ROLES = ("assistant", "tool")
 # More than any tokenizer adds around a text: begin, end, a leading space.
 _ADDED_TOKENS = 8
 # Longer than any token, in characters: a tokenizer takes a hundred bytes of memory for a character.
@@ -64,6 +67,7 @@ class PromptSet:
         left_out: Columns of bytes that no task has -> "images" or "bytes".
         num_continued: Prompts whose last message is the assistant's, which the policy continues.
         num_like_messages: Prompts of text that begins as a list of messages does.
+        left_out_roles: Role -> prompts in which the chat template leaves out what a message of it says.
         hashes: The hash of every usable prompt's text, in the file's order; those of one process can be compared.
 
     Raises:
@@ -90,6 +94,7 @@ class PromptSet:
         check_names(self._rows.names, source, self._files)
         self._is_text: bool | None = None
         self.num_continued = self.num_like_messages = 0
+        self.left_out_roles = Counter[str]()
         # A token stands for at least one byte of the text, unless a normalizer could lengthen the text first.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         bytes_bound_tokens = backend is not None and backend.normalizer is None
@@ -157,6 +162,8 @@ class PromptSet:
     def _too_long(self, rows: Sequence[int], shown: Sequence[_Shown]) -> set[int]:
         self.num_continued += sum(bool(final_answer(prompt.messages)) for prompt in shown)
         self.num_like_messages += sum(not p.messages and bool(_LIKE_MESSAGES.match(p.text)) for p in shown)
+        for prompt in shown:
+            self.left_out_roles.update(_left_out_roles(prompt))
         if self._on_long_prompt == "truncate":
             return set()
         unsure = [i for i, prompt in enumerate(shown) if len(prompt.text.encode()) > self._surely_short_bytes]
@@ -246,6 +253,12 @@ class PromptSet:
             verbose=False,
         )
         return list(encoded["input_ids"])
+
+
+def _left_out_roles(prompt: _Shown) -> set[str]:
+    """The roles of messages whose text is not in the prompt: the template does not know them."""
+    plain = (message for message in prompt.messages if message["role"] not in _REWRITTEN_ROLES)
+    return {message["role"] for message in plain if message["content"].strip() not in prompt.text}
 
 
 def training_prompts(

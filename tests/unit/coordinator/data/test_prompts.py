@@ -161,6 +161,19 @@ def test_text_that_begins_as_a_list_of_messages_does_is_a_finding(tmp_path: Path
     assert not prompt_findings([open_set(write(tmp_path / "p.jsonl", [{"prompt": chat("1+1=")}]))], [])
 
 
+def test_messages_that_the_template_leaves_out_are_a_finding(tmp_path: Path, open_set: OpenSet) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] in ('user', 'tool') %}{{ m['content'] | trim }}{% endif %}{% endfor %}"
+    )
+    human, answer = {"role": "human", "content": "2+2="}, {"role": "assistant", "content": "thoughts"}
+    rows = [[*chat(" 1+1= "), answer, *chat("and 2?")], [human, *chat("x")], [human, human]]
+    prompts = open_set(write(tmp_path / "p.jsonl", [{"prompt": row} for row in rows]), tokenizer=tokenizer)
+    assert prompts.left_out_roles == {"human": 2}
+    [finding] = prompt_findings([prompts], [])
+    assert "leaves out what messages of the role 'human' say, in 2 of 3 prompts" in finding.text
+
+
 def test_a_limit_takes_the_first_rows(tmp_path: Path, open_set: OpenSet) -> None:
     rows = [{"prompt": str(number)} for number in range(9)]
     prompts = open_set(write(tmp_path / "p.jsonl", rows), limit=3)
