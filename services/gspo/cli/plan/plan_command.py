@@ -83,9 +83,7 @@ def plan(
     from gspo.cli.plan.planner import gpus_here, make_plan, parse_tokens, write_plan
     from gspo.common.host.machine import GIB, free_memory
 
-    num_here = 0
-    if card is None and gpu_memory is None:
-        card, num_here = gpus_here()
+    card, num_here = gpus_here() if card is None and gpu_memory is None else (card, 0)
     if num_here:
         host_memory = host_memory or free_memory() / GIB
         host_cores = host_cores or len(os.sched_getaffinity(0))

@@ -74,11 +74,11 @@ def test_offload_copies_for_each_micro_batch() -> None:
 
 def test_changes_are_packed_on_the_cores_that_a_rank_has() -> None:
     choice, rates = choice_of(), rates_of(H200)
-    one, two, many = (times_of(choice, QWEN3_8B, LENGTHS, H200, rates, cores).send for cores in (0.5, 2, 64))
+    slow, quick, fastest = (times_of(choice, QWEN3_8B, LENGTHS, H200, rates, cores).send for cores in (0.5, 2, 64))
     seconds = 2 * QWEN3_8B.num_parameters / choice.ranks / rates["pack_bytes_s"].low
-    assert one.high - two.high == pytest.approx(seconds / 2)
-    assert two.high - many.high == pytest.approx(seconds / 4)
-    assert many == times_of(choice, QWEN3_8B, LENGTHS, H200, rates).send
+    assert slow.high - quick.high == pytest.approx(seconds / 2)
+    assert quick.high - fastest.high == pytest.approx(seconds / 4)
+    assert fastest == times_of(choice, QWEN3_8B, LENGTHS, H200, rates).send
 
 
 def test_a_mixture_trains_at_a_rate_of_its_own() -> None:
