@@ -85,6 +85,11 @@ def test_the_function_of_a_file_is_recognised(source: str, entry: str | None, na
     [
         ("def score(text): ...", None, "holds no reward function; it defines score"),
         ("import math", None, "holds no reward function; it defines no function"),
+        (
+            "class Exact:\n  def __call__(self, completions): ...",
+            None,
+            "an object of its class Exact can be called: reward = Exact()",
+        ),
         ("def f(solution_string, x): ...", None, "it defines f; did you mean 'solution_str' by 'solution_string'"),
         ("def reset(task): ...\ndef step(state, action): ...", None, r"as an environment does \(kind: environment\)"),
         ("def reward(completion): ...", None, r"which is neither .*; did you mean 'completions' by 'completion'"),

@@ -54,6 +54,9 @@ def find_function(module: types.ModuleType, entry: str | None) -> tuple[Callable
             hint = ", as an environment does (kind: environment)"
         elif len(defined) == 1:
             hint = _nearly(*defined.values())
+        for name, value in vars(module).items():
+            if inspect.isclass(value) and value.__module__ == module.__name__ and "__call__" in vars(value):
+                hint = f"; an object of its class {name} can be called: {TRL_NAME} = {name}()"
         raise UnfitError(f"holds no reward function; {_listed(defined)}{hint}")
     function = getattr(module, fitting[0])
     return function, describe_signature(fitting[0], function)
