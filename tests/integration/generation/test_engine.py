@@ -20,6 +20,7 @@ from gspo.common.config.engines import GenerationConfig
 from gspo.common.weights.changes import pack_changes
 from gspo.common.weights.manifest import policy_digest
 from gspo.generation.engine.api import Completion, EngineSampling, LoadFailedError, OnUpdate
+from gspo.generation.engine.differences import Trials
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_engine import Engine, engine_arguments
 from tests.integration.generation.conftest import SharedEngine, running_engine
@@ -305,13 +306,16 @@ async def test_changes_in_place_that_fail_are_loaded_whole_and_a_rollback_serves
     good = copies.staged.update_info
     for is_good in (False, True):
         monkeypatch.setattr(engine, "_may_change_in_place", True)
-        monkeypatch.setattr(engine, "_tried_kinds", {f"model.{name}.weight" for name in tried})
+        monkeypatch.setattr(engine, "_trials", trials := Trials())
+        kinds = {f"model.{name}.weight" for name in tried}
+        trials.form_of(kinds)
         copies.staged.update_info = (  # type: ignore[method-assign]
             good if is_good else lambda: with_short_shape(good(), "model.layers.1.mlp.up_proj.weight")
         )
         with nullcontext() if is_good else pytest.raises(LoadFailedError, match=f"version {version} serves on"):
             await engine.load(version + 1, copies, on_update="recompute", timeout_s=60)
         assert not engine._may_change_in_place
+        assert is_good or not kinds or engine._trials.form_of(kinds) == "trial", "it was compared with nothing"
         completions = await answers(engine, sampling(60))
         assert all(set(it.version) == {version + is_good} for it in completions)
         expected = Reference.load(tmp_path if is_good else generator.folder)

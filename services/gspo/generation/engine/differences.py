@@ -6,8 +6,8 @@ Both are compared, so it does not matter how a policy came here.
 import os
 import re
 import weakref
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Set as AbstractSet
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,30 @@ from gspo.generation.engine.staging import PolicyCopy
 _MOST_OF_POLICY, _MOST_OF_FREE = 0.3, 0.05
 # That of the widest elements.
 _ALIGNMENT = 4
+# Loads in place from one trial to the next.
+_MOST_IN_PLACE = 64
+Form = Literal["changes", "trial"]
+
+
+class Trials:
+    """The kinds of tensors whose changes an engine has tried: it loaded them in place, and then the whole policy.
+
+    After some loads in place they are tried again. So a fault in an engine's weights, which changes would leave there,
+    ends with a whole load, and is noticed.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+        self._num_loads = 0
+
+    def form_of(self, kinds: AbstractSet[str]) -> Form:
+        """The form in which changes of these kinds are to be loaded next."""
+        if self._num_loads == _MOST_IN_PLACE:
+            self._kinds.clear()
+        form: Form = "changes" if kinds <= self._kinds else "trial"
+        self._num_loads = self._num_loads + 1 if form == "changes" else 0
+        self._kinds |= kinds
+        return form
 
 
 class Differences:
@@ -38,9 +62,8 @@ class Differences:
         self._end = 0
         self.is_small = self._find(serving, staged)
 
-    def update_info(self, tried: Collection[str]) -> dict[str, Any]:
-        """The fields of weights.SharedPolicy; a trial, unless all kinds of these tensors have been tried."""
-        form = "changes" if self.kinds <= set(tried) else "trial"
+    def update_info(self, form: Form) -> dict[str, Any]:
+        """The fields of weights.SharedPolicy."""
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "tensors": self._tensors, "form": form}
 
     def _find(self, serving: PolicyCopy, staged: PolicyCopy) -> bool:

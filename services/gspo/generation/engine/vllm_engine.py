@@ -43,7 +43,7 @@ from gspo.generation.engine.api import (
     Tokens,
     WrongTensorsError,
 )
-from gspo.generation.engine.differences import Differences
+from gspo.generation.engine.differences import Differences, Trials
 from gspo.generation.engine.process import CPU_ENVIRONMENT, ForkedProcess
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.vllm_requests import (
@@ -93,7 +93,7 @@ class Engine:
         self._num_restarts = 0
         # On a CPU vLLM multiplies with copies of the weights that no change reaches, and no comparison sees.
         self._may_change_in_place = not current_platform.is_cpu()
-        self._tried_kinds: set[str] = set()
+        self._trials = Trials()
         self._serving = asyncio.Event()
         self._serving.set()
 
@@ -320,7 +320,10 @@ class Engine:
             self.version = version
             # Salts the prefix cache: a new request never hits blocks computed before this load.
             self._num_loads += 1
-        elif (again := await self._try_weights(copies.serving.update_info(), str(self.version))) is not None:
+            return None
+        # A trial before it has been compared with nothing.
+        self._trials = Trials()
+        if (again := await self._try_weights(copies.serving.update_info(), str(self.version))) is not None:
             raise self._break(f"neither the new weights load ({failure}) nor the old ({again})") from again
         return failure
 
@@ -333,16 +336,15 @@ class Engine:
     async def _is_changed(self, differences: Differences, version: str) -> bool:
         """Load differences in place; whether they have made the weights this version's.
 
-        A whole load has to follow the first ones of each kind of tensor. vLLM's process compares the tensors that both
-        have left. If they are not the same, it refuses the next changes.
+        A whole load has to follow a trial. vLLM's process compares the tensors that both have left. If they are not the
+        same, it refuses the next changes.
         """
-        update = differences.update_info(self._tried_kinds)
-        failure = await self._try_weights(update, version)
-        self._tried_kinds |= differences.kinds
+        form = self._trials.form_of(differences.kinds)
+        failure = await self._try_weights(differences.update_info(form), version)
         if failure is not None:
             self._may_change_in_place = False
             log.info("no_changes_in_place", reason=str(failure), detail="policies are loaded whole")
-        return failure is None and update["form"] == "changes"
+        return failure is None and form == "changes"
 
     async def _try_weights(self, update_info: dict[str, Any], version: str) -> Exception | None:
         """Load into the paused engine what weights.SharedPolicy describes; returns the error of a failure."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gspo.generation.engine.differences import Differences
+from gspo.generation.engine.differences import Differences, Trials
 from gspo.generation.engine.staging import PolicyCopies
 from gspo.generation.engine.worker.in_place import ChangesInPlace
 
@@ -89,7 +89,9 @@ def update(copies: PolicyCopies, tensors: dict[str, Tensor], tried: Iterable[str
     put(copies, tensors)
     differences = Differences(copies.serving, copies.staged)
     assert differences.is_small
-    info = differences.update_info(set(tried))
+    trials = Trials()
+    trials.form_of(set(tried))
+    info = differences.update_info(trials.form_of(differences.kinds))
     # As in another process, which maps the file before it is closed here.
     info["kept"] = differences
     return info
@@ -144,9 +146,17 @@ def test_a_kind_of_tensor_that_changes_for_the_first_time_is_a_trial(copies: Pol
     put(copies, policy(1, ["layers.0.q", "layers.1.q"]))
     differences = Differences(copies.serving, copies.staged)
     assert differences.kinds == {"layers.N.q"}
-    assert [it["name"] for it in differences.update_info(())["tensors"]] == ["layers.0.q", "layers.1.q"]
+    assert [it["name"] for it in differences.update_info("trial")["tensors"]] == ["layers.0.q", "layers.1.q"]
     assert update(copies, policy(2, ["layers.0.q", "norm"]), differences.kinds)["form"] == "trial"
     assert update(copies, policy(2, ["layers.1.q"]), differences.kinds)["form"] == "changes"
+
+
+def test_after_some_loads_in_place_a_trial_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo.generation.engine.differences._MOST_IN_PLACE", 3)
+    trials = Trials()
+    loads = [{"q"}, {"q", "k"}, *[{"k"}] * 3, {"k"}, {"q"}, *[{"q", "k"}] * 3, {"q"}]
+    forms = ["trial", "trial", *["changes"] * 3, "trial", "trial", *["changes"] * 3, "trial"]
+    assert [trials.form_of(kinds) for kinds in loads] == forms
 
 
 def test_many_changes_and_none_are_a_whole_load(copies: PolicyCopies) -> None:
