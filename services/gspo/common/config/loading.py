@@ -33,6 +33,29 @@ _OTHER_TRAINERS = {
     "num_generations": "TRL",
     "per_device_train_batch_size": "TRL",
 }
+# Names that TRL, verl, ROLL or OpenRLHF have for a key -> the key.
+_OTHER_NAMES = {
+    "num_generations": "algorithm.num_return_sequences_in_group",
+    "train_batch_size": "algorithm.rollout_batch_size",
+    "max_prompt_length": "algorithm.prompt_length",
+    "max_completion_length": "algorithm.response_length",
+    "max_response_length": "algorithm.response_length",
+    "max_new_tokens": "algorithm.response_length",
+    "epsilon": "algorithm.pg_clip_low",
+    "epsilon_high": "algorithm.pg_clip_high",
+    "clip_ratio_low": "algorithm.pg_clip_low",
+    "clip_ratio_high": "algorithm.pg_clip_high",
+    "loss_type": "algorithm.loss_agg_mode",
+    "beta": "algorithm.kl_loss_coef",
+    "lr": "learner.learning_rate",
+    "lr_scheduler_type": "learner.schedule",
+    "per_device_train_batch_size": "learner.micro_batch_tokens",
+    "train_files": "data.prompts",
+    "val_files": "evaluation.prompts",
+    "max_steps": "run.total_steps",
+    "num_train_epochs": "run.total_epochs",
+    "save_steps": "run.checkpoint_every",
+}
 
 
 def read_config(path: Path) -> Config:
@@ -224,8 +247,10 @@ def _place(loc: tuple[int | str, ...]) -> str:
 
 
 def _proposal(where: str) -> str:
-    """The nearest key of that section, or the place where a key of that very name is."""
+    """The nearest key of that section, or the key of that very name elsewhere or in another trainer."""
     section, _, name = where.rpartition(".")
+    if name in _OTHER_NAMES:
+        return f"The key for it is {_OTHER_NAMES[name]} (docs/migration.md)"
     elsewhere = [key.name for key in explain() if key.name.rpartition(".")[2] == name]
     if elsewhere:
         return f"Did you mean {' or '.join(elsewhere)}?"

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from gspo.common.config.loading import FORMAT, changed_keys, check_resume, parse_config, read_config, write_config
+from gspo.common.config.loading import (
+    _OTHER_NAMES,
+    FORMAT,
+    changed_keys,
+    check_resume,
+    parse_config,
+    read_config,
+    write_config,
+)
 from gspo.common.config.reference import explain
 from gspo.common.config.schema import Config
 from gspo.common.errors import NO_VALUE, ConfigError, InputError
@@ -43,6 +51,13 @@ def test_an_unknown_key_names_the_nearest(minimal: dict[str, Any], section: str 
     assert error.where == (f"{section}.{key}" if section else key)
     assert error.rule == "is not a key (value 7)"
     assert error.fix == fix
+
+
+def test_a_name_of_another_trainer_leads_to_the_key(minimal: dict[str, Any]) -> None:
+    minimal.setdefault("algorithm", {})["max_completion_length"] = 7
+    assert refusal(minimal).fix == "The key for it is algorithm.response_length (docs/migration.md)"
+    assert set(_OTHER_NAMES.values()) <= {key.name for key in explain()}
+    assert not _OTHER_NAMES.keys() & {key.name.rpartition(".")[2] for key in explain()}
 
 
 def test_an_unknown_key_of_a_reward_function_names_the_nearest(minimal: dict[str, Any]) -> None:
