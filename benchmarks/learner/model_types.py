@@ -49,7 +49,8 @@ comparison with the real model on a few tokens. vLLM has its own list of archite
 - **carried, packed**: the learner's attention gives the model's log-probs, without padding.
 - **carried, padded**: the same, with each rollout in a row of its own.
 - **own attention, padded**: the model keeps its own attention, for example because of sinks (`s_aux`) or a score cap. \
-Long rollouts take more memory and time. The learner logs it at startup.
+Memory and time grow with the square of the longest rollout, which `gspo plan` counts. The learner logs it at \
+startup.
 - **refused**: the start ends with an error that names the model and the reason.
 - **not tried**: no tiny form exists, often because the language model is part of a larger one.
 

@@ -17,11 +17,12 @@ from gspo.common.model.files import read_model_files
 from gspo.common.model.trained_parameters import num_trained
 from gspo.common.planning.model_profile import ModelProfile, profile_model
 from gspo.learner.model import profile as counting
-from gspo.learner.model.attention import attend_to, attention_name
+from gspo.learner.model.attention import attend_to, attention_name, has_own_attention
 from gspo.learner.model.flop_counts import count_flops
-from gspo.learner.model.network import EXPERTS
+from gspo.learner.model.network import EXPERTS, load_policy_model
 from gspo.learner.model.profile import _saved_bytes
 from tests.support.tiny_model import make_tiny_model
+from tests.support.training.rollout_rows import make_config
 
 _TOKENS, _RANK = 2048, 4
 
@@ -70,8 +71,9 @@ def test_a_profile_counts_what_the_loaded_model_has(folder: Path, profile: Model
     assert profile.num_kv_heads == keys_RHSD.shape[1]
     assert profile.num_adapted * _RANK == num_trained(LoraConfig(rank=_RANK), files)
     # The same bytes are saved where tensors have data.
-    fixed, a_token = profile.saved_bytes["bfloat16"]
-    assert _saved_bytes(causal_lm.train(), torch.bfloat16, _TOKENS) == fixed + a_token * _TOKENS
+    fixed, a_token, a_pair = profile.saved_bytes["bfloat16"]
+    assert a_pair == 0
+    assert _saved_bytes(causal_lm.train(), torch.bfloat16, 1024, _TOKENS // 1024) == fixed + a_token * _TOKENS
 
 
 def test_a_model_whose_lines_no_ranks_share(tmp_path: Path, profile: ModelProfile) -> None:
@@ -79,6 +81,23 @@ def test_a_model_whose_lines_no_ranks_share(tmp_path: Path, profile: ModelProfil
     tiny_model("gpt_oss").config.save_pretrained(tmp_path)
     with_sinks = profile_model(tmp_path)
     assert (with_sinks.can_share(1), with_sinks.can_share(2), profile.can_share(2)) == (True, False, True)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gpt_neo", "glm_moe_dsa"])
+def test_an_attention_of_its_own_keeps_a_square_of_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As a run: the learner leaves these models their own attention, and pads their rows."""
+    monkeypatch.setattr(counting, "_OWN_ROW", 12)
+    causal_lm = tiny_model(kind)
+    causal_lm.save_pretrained(tmp_path)
+    fixed, a_token, a_pair = counting.profile(tmp_path).saved_bytes["bfloat16"]
+    loaded = load_policy_model(tmp_path, make_config(tmp_path)).causal_lm
+    assert has_own_attention(loaded) and a_pair > 0
+    row, num_rows = 40, 3
+    counted = fixed + (a_token + a_pair * row) * row * num_rows
+    # Positions and masks are the same for all rows, and counted for each.
+    assert 0.95 * counted < _saved_bytes(loaded, torch.bfloat16, row, num_rows) <= counted
 
 
 def test_a_model_without_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,17 +109,19 @@ def test_a_model_without_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (counted.num_heads, counted.num_kv_heads, counted.num_kv) == (0, 1, 1)
     assert counted.flops == count_flops(causal_lm)
     assert counted.flops.attention == {}
-    fixed, a_token = counted.saved_bytes["float32"]
-    assert _saved_bytes(causal_lm.train(), torch.float32, 24) == fixed + 24 * a_token
+    fixed, a_token, a_pair = counted.saved_bytes["float32"]
+    causal_lm.set_attn_implementation(attention_name())
+    assert (a_pair, _saved_bytes(causal_lm.train(), torch.float32, 12, 2)) == (0, fixed + 24 * a_token)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "deepseek_v3", "mamba2"])
 def test_one_of_equal_layers_stands_for_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     causal_lm = tiny_model(kind).train()
+    causal_lm.set_attn_implementation(attention_name())
     attend_to(None)
-    counted = _saved_bytes(causal_lm, torch.bfloat16, 64)
+    counted = _saved_bytes(causal_lm, torch.bfloat16, 32, 2)
     monkeypatch.setattr(counting, "_kind", id)
-    assert counted == _saved_bytes(causal_lm, torch.bfloat16, 64)
+    assert counted == _saved_bytes(causal_lm, torch.bfloat16, 32, 2)
 
 
 def test_a_profile_survives_its_text(profile: ModelProfile) -> None:

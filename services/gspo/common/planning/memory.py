@@ -200,8 +200,9 @@ def pass_bytes(config: Config, profile: ModelProfile, *, on_gpu: bool) -> tuple[
     again. The gradients of one layer's activations take as much as these.
     """
     num_tokens = config.micro_batch_tokens / config.learner.sequence_ranks
-    fixed, a_token = profile.saved_bytes[config.learner.dtype]
-    saved = fixed + a_token * num_tokens
+    fixed, a_token, a_pair = profile.saved_bytes[config.learner.dtype]
+    longest = config.algorithm.prompt_length + config.algorithm.response_length
+    saved = fixed + (a_token + a_pair * longest) * num_tokens
     if config.learner.torch_compile:
         saved *= _COMPILED_SHARE
     a_layer = saved / profile.num_layers

@@ -44,7 +44,8 @@ class ModelProfile:
         num_adapted: Parameters of adapters (LoRA) of all linear layers, for each of their rank.
         max_positions: Longest sequence that the model reads; 0 if config.json has none.
         saved_bytes: Bytes that the forward pass saves for the backward pass, without gradient checkpointing and
-            without the output layer: dtype of the products -> (of each micro-batch, of each token).
+            without the output layer. By dtype of the products: of each micro-batch, of each token, and of each pair of
+            tokens in a row. The last is 0 but for a model with an attention of its own.
         shares_lines: Whether ranks can share packed lines.
         teacher: Profile of the frozen model that the learner loads beside this one (teacher.path).
     """
@@ -62,7 +63,7 @@ class ModelProfile:
     num_kv_heads: int
     num_adapted: int
     max_positions: int
-    saved_bytes: dict[str, tuple[float, float]]
+    saved_bytes: dict[str, tuple[float, float, float]]
     shares_lines: bool = True
     teacher: ModelProfile | None = None
 
@@ -101,7 +102,9 @@ class ModelProfile:
             fields = json.loads(line)
             flops = fields.pop("flops")
             attention = {int(window): width for window, width in flops.pop("attention").items()}
-            saved = {dtype: (fixed, a_token) for dtype, (fixed, a_token) in fields.pop("saved_bytes").items()}
+            saved = {
+                dtype: (fixed, a_token, a_pair) for dtype, (fixed, a_token, a_pair) in fields.pop("saved_bytes").items()
+            }
             teacher = fields.pop("teacher", None)
             fields["teacher"] = teacher and cls.from_json(json.dumps(teacher))
             return cls(**fields, flops=ModelFlops(**flops, attention=attention), saved_bytes=saved)

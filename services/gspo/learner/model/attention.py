@@ -91,15 +91,8 @@ def use_own_attention(causal_lm: PreTrainedModel) -> str:
     """
     if has_own_attention(causal_lm):
         return "its code knows a few attentions by name alone"
-    vocabulary, rows = causal_lm.config.get_text_config().vocab_size, 2
-    token_RS = (torch.arange(rows * _TRIAL_TOKENS, device=causal_lm.device) * 7 % vocabulary).view(rows, -1)
-    attend_to(None)
-    _Current.arguments = set()
-    try:
-        ours = causal_lm(input_ids=token_RS, use_cache=False).logits
-        unknown = _Current.arguments - _SUPPORTED
-    finally:
-        _Current.arguments = None
+    token_RS = _trial_tokens(causal_lm)
+    ours, unknown = _ours(causal_lm, token_RS)
     causal_lm.set_attn_implementation(OWN_ATTENTION)
     if not has_own_attention(causal_lm):
         return "its code takes no other attention"
@@ -110,6 +103,32 @@ def use_own_attention(causal_lm: PreTrainedModel) -> str:
         return "its log-probs differ"
     causal_lm.set_attn_implementation(NAME)
     return ""
+
+
+def _trial_tokens(causal_lm: PreTrainedModel) -> Tensor:
+    vocabulary, rows = causal_lm.config.get_text_config().vocab_size, 2
+    token_N: Tensor = torch.arange(rows * _TRIAL_TOKENS, device=causal_lm.device) * 7 % vocabulary
+    return token_N.view(rows, -1)
+
+
+def _ours(causal_lm: PreTrainedModel, token_RS: Tensor) -> tuple[Tensor, set[str]]:
+    """Logits by this attention, and the arguments of layers that it does not know."""
+    attend_to(None)
+    _Current.arguments = set()
+    try:
+        logits = causal_lm(input_ids=token_RS, use_cache=False).logits
+        return logits, _Current.arguments - _SUPPORTED
+    finally:
+        _Current.arguments = None
+
+
+@torch.no_grad()
+def keeps_own_attention(causal_lm: PreTrainedModel) -> bool:
+    """Whether `use_own_attention` would give a model its own attention back, as far as shapes alone show it."""
+    try:
+        return has_own_attention(causal_lm) or bool(_ours(causal_lm, _trial_tokens(causal_lm))[1])
+    except (KeyError, TypeError):  # its code finds no attention of this name, or wants a mask of its own
+        return True
 
 
 def has_own_attention(causal_lm: PreTrainedModel) -> bool:

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from gspo.common.errors import EXIT_BAD_INPUT, InputError
 from gspo.common.model.heads import shares_lines
 from gspo.common.planning.model_profile import ModelProfile
-from gspo.learner.model.attention import attention_name
+from gspo.learner.model.attention import OWN_ATTENTION, attention_name, has_own_attention, keeps_own_attention
 from gspo.learner.model.batch import PackedRollouts
 from gspo.learner.model.flop_counts import count_flops
 from gspo.learner.model.network import EXPERTS, hidden_states, refuse_changed_logits
@@ -32,6 +32,8 @@ from gspo.learner.model.rounded_weights import product_weights
 # Two sizes give offset and slope. Rows this long use torch's fused attention on every device.
 _TOKENS = (2048, 4096)
 _ROW = 1024
+# Of a model with an attention of its own, which keeps a square of each row.
+_OWN_ROW = 256
 # Of a model that computes one token after another (a layer of Mamba takes 2 ms each).
 _SCANNED_TOKENS = (128, 256)
 # The ends of its parameters' names, with their dimensions: Mamba's and RWKV's. Mamba 2 computes a chunk at a time.
@@ -49,14 +51,15 @@ def profile(folder: Path, *, trust_remote_code: bool = False) -> ModelProfile:
         InputError: Its logits are not those that the learner computes.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    make = partial(
+        AutoModelForCausalLM.from_config,
+        config,
+        dtype=torch.float32,
+        experts_implementation=EXPERTS,
+        trust_remote_code=trust_remote_code,
+    )
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        causal_lm = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention_name(),
-            experts_implementation=EXPERTS,
-            trust_remote_code=trust_remote_code,
-        ).eval()
+        causal_lm = _with_its_attention(make).eval()
         causal_lm.tie_weights()
         saved = {dtype: _saved_by_tokens(causal_lm, dtype) for dtype in ("bfloat16", "float32")}
     counts = _counts(causal_lm, saved)
@@ -64,7 +67,21 @@ def profile(folder: Path, *, trust_remote_code: bool = False) -> ModelProfile:
     return counts
 
 
-def _counts(causal_lm: PreTrainedModel, saved_bytes: dict[str, tuple[float, float]]) -> ModelProfile:
+def _with_its_attention(make: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """The model with the learner's attention, or with its own where a run would leave it that."""
+    name = attention_name()
+    try:
+        causal_lm = make(attn_implementation=name)
+        with torch.autocast("cpu", torch.bfloat16):  # torch's grouped product refuses float32 on fake tensors
+            keeps_own = keeps_own_attention(causal_lm.eval())
+    except KeyError as error:
+        if error.args != (name,):
+            raise
+        keeps_own = True
+    return make(attn_implementation=OWN_ATTENTION) if keeps_own else causal_lm
+
+
+def _counts(causal_lm: PreTrainedModel, saved_bytes: dict[str, tuple[float, float, float]]) -> ModelProfile:
     text, head = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings().weight
     if not (layers := _layers(causal_lm)):
         raise ValueError("it has no layers")
@@ -93,21 +110,32 @@ def _counts(causal_lm: PreTrainedModel, saved_bytes: dict[str, tuple[float, floa
     )
 
 
-def _saved_by_tokens(causal_lm: PreTrainedModel, dtype: str) -> tuple[float, float]:
-    """Bytes (of a micro-batch, of each of its tokens)."""
+def _saved_by_tokens(causal_lm: PreTrainedModel, dtype: str) -> tuple[float, float, float]:
+    """Bytes (of a micro-batch, of each of its tokens, of each pair of tokens in a row that is not packed)."""
     multiplied = (module for module in causal_lm.modules() if not isinstance(module, nn.Conv1d))
     if dtype == "float32" and any(w.ndim == _STACKED for module in multiplied for w in module.parameters(False)):
         # torch's grouped product refuses float32 on fake tensors. Twice the bytes of bfloat16 is an upper bound.
-        return 0.0, 2 * _saved_by_tokens(causal_lm, "bfloat16")[1]
+        _, a_token, a_pair = _saved_by_tokens(causal_lm, "bfloat16")
+        return 0.0, 2 * a_token, 2 * a_pair
+    count = partial(_saved_bytes, causal_lm, getattr(torch, dtype))
+    if has_own_attention(causal_lm):
+        a_row, two_rows, longer = count(_OWN_ROW, 1), count(_OWN_ROW, 2), count(2 * _OWN_ROW, 1)
+        fixed = 2 * a_row - two_rows
+        a_row -= fixed
+        a_pair = (longer - fixed - 2 * a_row) / (2 * _OWN_ROW**2)
+        return fixed, a_row / _OWN_ROW - a_pair * _OWN_ROW, a_pair
     weights = ((name.rpartition(".")[2], weight.ndim) for name, weight in causal_lm.named_parameters())
     tokens = _SCANNED_TOKENS if any(_SCANS.get(name) == ndim for name, ndim in weights) else _TOKENS
-    few, many = (_saved_bytes(causal_lm, getattr(torch, dtype), num_tokens) for num_tokens in tokens)
+    rows = [min(_ROW, num_tokens // 2) for num_tokens in tokens]
+    few, many = (count(row, num_tokens // row) for row, num_tokens in zip(rows, tokens, strict=True))
     a_token = (many - few) / (tokens[1] - tokens[0])
-    return few - a_token * tokens[0], a_token
+    return few - a_token * tokens[0], a_token, 0.0
 
 
-def _saved_bytes(causal_lm: PreTrainedModel, dtype: torch.dtype, num_tokens: int) -> int:
-    """Bytes of the storages, other than parameters, that one packed micro-batch keeps for its backward pass.
+def _saved_bytes(causal_lm: PreTrainedModel, dtype: torch.dtype, row: int, num_rows: int) -> int:
+    """Bytes of the storages, other than parameters, that one micro-batch of such rows keeps for its backward pass.
+
+    They are packed, unless the model has an attention of its own.
 
     Of equal layers one is computed: those of a model that recurs take as many operations as there are tokens.
     """
@@ -122,9 +150,9 @@ def _saved_bytes(causal_lm: PreTrainedModel, dtype: torch.dtype, num_tokens: int
             saved.setdefault(storage._cdata, (layers.times_of(storage), storage))
         return tensor
 
-    row = min(_ROW, num_tokens // 2)
-    line = PackedRollouts.of([row] * (num_tokens // row), num_tokens)
-    input_RS = torch.zeros(1, num_tokens, dtype=torch.long)
+    input_RS, line = torch.zeros(num_rows, row, dtype=torch.long), None
+    if not has_own_attention(causal_lm):
+        input_RS, line = input_RS.view(1, -1), PackedRollouts.of([row] * num_rows, row * num_rows)
     with (
         layers,
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
