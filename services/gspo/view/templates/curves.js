@@ -2,6 +2,7 @@
 "use strict";
 (() => {
   const HEIGHT_PX = 220, DASHES = { dashed: [5, 4], dotted: [2, 3] };
+  const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)); // between marks of steps
   const drawn = new Map(), captions = new Map();
   const place = document.getElementById("curves"), following = document.getElementById("following");
   const own = document.getElementById("curves-data");
@@ -74,7 +75,7 @@
       height: HEIGHT_PX,
       scales: { x: { time: false }, y: { range } },
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
-      axes: [axis, { ...axis, size: 75, label: curve.label, labelSize: 20, values: labels }],
+      axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: 75, label: curve.label, labelSize: 20, values: labels }],
       bands,
       series: [{ label: "step" }, ...layers.map((layer) => seriesOf(layer, known))],
     };
