@@ -104,8 +104,8 @@ def silent_differences() -> list[list[str]]:
 
 def test_the_silent_differences_are_counted_and_have_the_defaults_of_all() -> None:
     rows = silent_differences()
-    assert [row[0] for row in rows] == [str(number) for number in range(1, 15)]
-    assert "These fourteen defaults differ" in PAGE.read_text()
+    assert [row[0] for row in rows] == [str(number) for number in range(1, 16)]
+    assert "These fifteen defaults differ" in PAGE.read_text()
     config = parse_config(
         {"name": "a", "model": {"path": "m"}, "data": {"prompts": "p"}, "run": {"total_steps": 1},
          "reward": {"functions": [{"path": "r.py"}]}}, Path())  # fmt: skip
