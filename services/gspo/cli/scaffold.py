@@ -19,7 +19,7 @@ import yaml
 
 from gspo.common.config.presets import fitting_clip
 from gspo.common.errors import InputError
-from gspo.common.model.files import other_folder
+from gspo.common.model.files import is_path, other_folder
 
 TINY = "tiny"
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -105,8 +105,7 @@ def _local_model(model: str) -> Path | None:
         InputError: It is a path, and no model is there.
     """
     path = Path(os.path.expanduser(model))  # noqa: PTH111 - Path.expanduser raises for a user who has no home
-    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
-    if model == TINY or not (is_path or path.exists()):
+    if model == TINY or not (is_path(model) or model.startswith("~") or path.exists()):
         return None
     if not (path / "config.json").is_file():
         rule = f"there is no model at {path}: it has no config.json"

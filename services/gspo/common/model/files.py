@@ -65,7 +65,7 @@ def model_folder(model: ModelConfig) -> Path:
             rule = f"{folder / 'config.json'} does not say what model it is (model_type)"
             raise InputError("model.path", rule, "Copy it again from the model's source")
         return folder
-    if _is_path(model.path):
+    if is_path(model.path):
         raise InputError("model.path", f"{model.path} is not a folder", "Correct the path, or give a hub model's name")
     return _from_hub(model.path, _FILES + (_PICKLES if model.allow_pickle else []), key="model.path")
 
@@ -79,10 +79,11 @@ def config_folder(place: str) -> Path:
     path = Path(place)
     if path.name == "config.json" and path.is_file():
         return path.parent
-    return path if path.exists() or _is_path(place) else _from_hub(place, ["config.json", "*.py"])
+    return path if path.exists() or is_path(place) else _from_hub(place, ["config.json", "*.py"])
 
 
-def _is_path(place: str) -> bool:
+def is_path(place: str) -> bool:
+    """Whether a model's place can be a path alone, and no name on a hub."""
     return place.startswith(("/", ".")) or place.count("/") > 1
 
 
